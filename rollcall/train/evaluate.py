@@ -139,20 +139,25 @@ class _Set:
             pair = sums.losses * sums.counts, sums.weights * sums.counts
             pairs = {"loss": pair, **sums.figures}.items()
             return {name: (one * rows, weight * rows) for name, (one, weight) in pairs}
-        outputs = self._strategy.forward(batch)
+        # Only metrics of the user's and top-5 accuracy need all scores at once.
+        is_short = not self._metrics and getattr(batch.targets, "ndim", 1) > 1
+        scores = self._strategy.scores(batch) if is_short else None
+        outputs, hits = scores or (self._strategy.forward(batch), None)
         terms = {"loss": loss(outputs, batch.targets)}
         outputs, targets = loss.aligned(outputs, batch.targets)
-        terms |= self._shares(outputs, targets)
+        terms |= self._shares(outputs, targets, hits)
         for name, metric in self._metrics.items():
             terms[name] = metric.terms(outputs, targets, len(batch.weights))
         return terms
 
-    def _shares(self, outputs: Any, targets: Any) -> Terms:
+    def _shares(self, outputs: Any, targets: Any, hits: torch.Tensor | None) -> Terms:
         """Return the share of right answers, if the targets are classes."""
-        if not are_scores(outputs, targets):
+        if hits is None and not are_scores(outputs, targets):
             return {}
         self._is_sequence = targets.ndim > 1
         counted = valid_share(targets) * targets[:1].numel()
+        if hits is not None:
+            return {"accuracy": (hits.flatten(1).sum(1), counted)}
         found = {"accuracy": (_hits(outputs, targets, 1), counted)}
         if outputs.shape[-1] >= MANY_CLASSES and not self._is_sequence:
             found["top5"] = _hits(outputs, targets, 5), counted

@@ -58,9 +58,12 @@ def stage(model: Model, layout: Layout, machine: Machine, number: int, layers: i
     if number == 0:
         terms["activations"] += _kept(model.first, layout, machine) * flying * wide
     if number == layout.last:
-        outputs = model.last.outputs / layout.tensor / layout.context
+        outputs = model.last.outputs / layout.tensor / layout.context * layout.micro
         terms["outputs and loss"] = _kept(model.last, layout, machine)
-        terms["outputs and loss"] += software.loss_keeps * outputs * layout.micro
+        if outputs > software.outputs:  # the gradient of the head's weight is there meanwhile
+            outputs, (_, inner, columns, *_) = software.outputs, model.last.products[0]
+            terms["outputs and loss"] += FULL * inner * columns / layout.tensor
+        terms["outputs and loss"] += software.loss_keeps * outputs
     terms["workspaces"] = CONTEXT
     return terms
 

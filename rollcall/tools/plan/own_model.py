@@ -12,7 +12,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from rollcall.config import Config, ConfigError
-from rollcall.tools.plan.model import HALF as BYTES
 from rollcall.tools.plan.model import Model, Part, Product, attention_flops, transformer
 from rollcall.tools.plan.step_time import PASSES
 from rollcall.train import models
@@ -59,9 +58,6 @@ def _gpt(config: Config, source: Source) -> Model:
     layer = model.layer
     # torch counts the whole square of causal attention, and 2.5 times as much in backward passes.
     masked = model.layers * attention_flops(layer.attention) if layer.attention else 0
-    if config.data.pack:  # each layer keeps the mask as numbers, whole on every tensor rank
-        mask = BYTES * model.length**2
-        layer = dataclasses.replace(layer, saved=layer.saved + mask, inputs=layer.inputs + mask)
     flops = model.flops() + (3.5 * 2 - 3) * masked
     return dataclasses.replace(model, layer=layer, exact_flops=flops)
 

@@ -60,8 +60,10 @@ class Loading:
         Messages call the data set `name`; workers call `select` for the samples of a batch. Raise
         ConfigError or WorkerError if the first batch cannot be read.
         """
-        config = self._config
-        reader = Reader(dataset, name, self._seed, form or Form(), config.name)
+        config, form, finish = self._config, form or Form(), None
+        if hasattr(dataset, "as_bytes") and form.collate is None and not form.is_whole:
+            dataset, finish = dataset.as_bytes()
+        reader = Reader(dataset, name, self._seed, form, config.name)
 
         def fetch(number: int) -> ReadResult:
             return reader.read(select(number))
@@ -70,10 +72,12 @@ class Loading:
         if config.num_workers:
             # Each worker of a stream would read all of it.
             workers = 1 if isinstance(dataset, Stream) else config.num_workers
-            read = in_order(fetch, numbers, workers, config.prefetch_factor, self._rank)
+            is_gpu = self._device.type == "cuda"
+            read = in_order(fetch, numbers, workers, config.prefetch_factor, self._rank, is_gpu)
         else:
             read = map(fetch, numbers)
-        return self._timed(self._ahead(self._checked(read, numbers)))
+        batches = self._ahead(self._checked(read, numbers))
+        return self._timed(map(finish, batches) if finish else batches)
 
     def refuse(self, world: World, unreadable: float) -> None:
         """Raise ConfigError on all ranks if too much is unreadable; FaultError if workers died."""

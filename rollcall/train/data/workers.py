@@ -47,7 +47,7 @@ class WorkerDiedError(WorkerError):
 
 
 def in_order(
-    fetch: Fetch, numbers: range, workers: int, ahead: int, rank: int = 0
+    fetch: Fetch, numbers: range, workers: int, ahead: int, rank: int = 0, pins: bool = False
 ) -> Iterator[ReadResult]:
     """Yield `fetch(number)` in order; workers compute `ahead` each. WorkerError if one fails."""
     if not numbers:
@@ -57,7 +57,7 @@ def in_order(
     pool: list[_Worker] = []
     try:
         for number in range(min(workers, len(rest))):
-            pool.append(_Worker(f"data worker {number} of rank {rank}", fetch, size, ahead))
+            pool.append(_Worker(f"data worker {number} of rank {rank}", fetch, size, ahead, pins))
         for turn, number in enumerate(rest[: workers * ahead]):
             pool[turn % workers].ask(number)
         yield first
@@ -73,8 +73,10 @@ def in_order(
 
 
 class _Worker:
-    def __init__(self, name: str, fetch: Fetch, size: int, slots: int) -> None:
-        self._name, self._fetch = name, fetch
+    """A process, the requests that it has not answered, and the memory for its answers."""
+
+    def __init__(self, name: str, fetch: Fetch, size: int, slots: int, pins: bool) -> None:
+        self._name, self._fetch, self._pins = name, fetch, pins
         self._slots = [mmap.mmap(-1, max(1, size)) for _ in range(slots)]
         self._asked: deque[tuple[int, int]] = deque()  # number and slot, the oldest first
         self._turn = self._deaths = 0
@@ -102,7 +104,8 @@ class _Worker:
         layout, spec, problems, position = reply
         if isinstance(layout, Batch):
             return ReadResult(layout, problems, position)
-        tensors = [view.clone() for view in _views(self._slots[slot], layout)]
+        views = _views(self._slots[slot], layout)
+        tensors = [torch.empty_like(view, pin_memory=self._pins).copy_(view) for view in views]
         return ReadResult(tree_unflatten(tensors, spec), problems, position)
 
     def _start(self) -> None:

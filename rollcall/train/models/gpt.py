@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 from rollcall.config.schema import ConfigError, Model
-from rollcall.train.data.packing import same_row
 from rollcall.train.data.source import Source
+from rollcall.train.models.packed import attend, within_rows
 from rollcall.train.parallel.experts import Experts
 
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -62,6 +62,7 @@ class Gpt(nn.Sequential):
     }
     context_plan: ClassVar = {"block*.attention.rotation": 1}
     only_dropout_draws = True  # random numbers in a pass
+    output_layer = "head"
 
     new_cache: ClassVar = Cache  # `generate` calls it
 
@@ -83,7 +84,8 @@ class Gpt(nn.Sequential):
             position_ids = positions[old:].expand_as(input_ids)
             mask = (positions <= positions[old:, None])[None, None]
         elif position_ids is not None:
-            mask = same_row(position_ids).tril()
+            block: Any = self.block0
+            mask = within_rows(position_ids, block.attention.head_width)
         else:
             return super().forward(input_ids)  # type: ignore[no-untyped-call, no-any-return]
         x = input_ids
@@ -208,7 +210,7 @@ class Attention(nn.Module):
         self,
         x: torch.Tensor,
         positions: torch.Tensor | None = None,  # (rows, length); by default they count from 0
-        mask: torch.Tensor | None = None,  # (rows, 1, length, length); by default a causal one
+        mask: Any = None,  # as `attend` takes it; by default a causal one
         cache: Cache | None = None,
     ) -> torch.Tensor:
         """Map (rows, length, hidden) to the same shape."""
@@ -220,12 +222,7 @@ class Attention(nn.Module):
         value = self._heads(self.value(x))
         if cache is not None:
             key, value = cache.extend(self, key, value)
-        if mask is not None:  # it rules out flash attention; other fast kernels want equal heads
-            copies = query.shape[1] // key.shape[1]
-            key, value = (heads.repeat_interleave(copies, 1) for heads in (key, value))
-        mixed = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-        )
+        mixed = attend(query, key, value, mask)
         out: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
         return out
 

@@ -153,6 +153,7 @@ def _logits(_: nn.Module, __: Any, outputs: Any) -> Any:
 def _plan(model: Any) -> None:
     """Declare the layers that are cut, the sizes that must divide, and what is gathered alone."""
     model.shard_units = [*_ends(model)]
+    model.output_layer = next(reversed(model.shard_units), None)
     styles = (model._tp_plan or {}).items()
     plan = {name: PLAN_STYLES[style] for name, style in styles if style in PLAN_STYLES}
     plan = plan or PLANS.get(model.config.model_type, {})

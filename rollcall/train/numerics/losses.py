@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from rollcall.config import arguments
 from rollcall.config.catalog import LOSSES
@@ -36,12 +37,20 @@ def per_sample_loss(
     if not torch.is_grad_enabled():
         label_smoothing = z_loss = 0.0
     scores, classes = outputs.flatten(0, -2) if targets.ndim > 1 else outputs, targets.flatten()
-    if z_loss or isinstance(scores, DTensor) or scores.numel() > cross_entropy.CHUNK:
-        losses = cross_entropy.in_chunks(scores, classes, label_smoothing, z_loss)
-    else:
-        losses = functional.cross_entropy(
-            scores.float(), classes, reduction="none", label_smoothing=label_smoothing
-        )
+
+    def of_part(part: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        options: Any = {"reduction": "none", "label_smoothing": label_smoothing}
+        found = functional.cross_entropy(values := part.float(), local, **options)
+        of_z = z_loss and z_loss * values.logsumexp(-1).square() * are_valid(local)
+        return found + of_z if z_loss else found
+
+    size = max(1, cross_entropy.CHUNK // max(1, scores.shape[-1]))
+    if len(scores) <= size:
+        losses = of_part(scores, classes)
+    else:  # only the scores are kept, and copies of some are made again for the gradient
+        pairs = zip(torch.split(scores, size), torch.split(classes, size), strict=True)
+        options: Any = {"use_reentrant": False, "preserve_rng_state": False}
+        losses = torch.cat([checkpoint(of_part, *pair, **options) for pair in pairs])
     return losses if targets.ndim == 1 else _mean(losses.view(targets.shape))
 
 
@@ -112,6 +121,13 @@ class Sums(NamedTuple):
     figures: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = {}  # the user's sums and weights
 
 
+class Scored(NamedTuple):
+    """What a model's last layer computes in place of scores; see `parallel/head.py`."""
+
+    losses: torch.Tensor  # of each target, 0 if it does not count, in the shape of the targets
+    total: torch.Tensor  # their sum as `Objective` adds them up; it has the gradient
+
+
 class Loss:
     """The loss that `train.loss` names; its value for a row must not depend on other rows."""
 
@@ -165,14 +181,17 @@ class Loss:
 
     def of_rows(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the same; no weights unless the loss returns them."""
-        if not self.is_own and not (self._kind == "classes" and are_scores(outputs, targets)):
+        is_scored = isinstance(outputs, Scored) or are_scores(outputs, targets)
+        if not self.is_own and not (self._kind == "classes" and is_scored):
             self._check(outputs, targets)
-        if self.name == "next_token":
-            outputs, targets = self.aligned(outputs, targets)
-        try:
-            found = self.function(outputs, targets)
-        except IndexError as error:
-            raise error if self.is_own else self._out_of_range(outputs, targets) from error
+        outputs, targets = self.aligned(outputs, targets)
+        if isinstance(outputs, Scored):
+            found = outputs.losses.view(len(targets), -1).sum(1) / targets[:1].numel()
+        else:
+            try:
+                found = self.function(outputs, targets)
+            except IndexError as error:
+                raise error if self.is_own else self._out_of_range(targets, outputs) from error
         if self._is_by_target and self._kind == "classes":
             size = targets[:1].numel()
             return found * size, valid_share(targets) * size
@@ -199,7 +218,24 @@ class Loss:
         """Return outputs and the targets that they predict: the next tokens, for `next_token`."""
         if self.name != "next_token":
             return outputs, targets
-        return outputs[:, :-1], targets[:, 1:]
+        return outputs if isinstance(outputs, Scored) else outputs[:, :-1], targets[:, 1:]
+
+    def of_layer(self, x: torch.Tensor, layer: nn.Linear, batch: Any) -> tuple[Scored, Any]:
+        """Return what a last layer computes for its input, and whether targets have most score."""
+        targets, shape = batch.targets.long(), batch.targets.shape
+        size = targets[:1].numel()
+        if self.name == "next_token":
+            targets, size = functional.pad(targets[:, 1:], (0, 1), value=IGNORED), size - 1
+        weights = batch.weights if self.is_weighted else batch.weights / size
+        factors = getattr(self.function, "keywords", {}) if torch.is_grad_enabled() else {}
+        given = factors.get("label_smoothing", 0.0), factors.get("z_loss", 0.0)
+        targets, weights = targets.flatten(), weights.repeat_interleave(shape[1:].numel())
+        try:
+            total, found = cross_entropy.of_layer(x.flatten(0, -2), layer, targets, weights, *given)
+        except IndexError as error:
+            raise self._out_of_range(targets, layer.weight.t()) from error
+        losses, hits = found.view(2, *shape)
+        return Scored(losses, total), hits
 
     def turn_of(self, step: int) -> str:
         """Return the network that a step, counted from 1, trains; empty if it trains all."""
@@ -312,7 +348,7 @@ class Loss:
                 "it from what the model returns, without detach(), argmax or no_grad"
             )
 
-    def _out_of_range(self, outputs: torch.Tensor, targets: torch.Tensor) -> ConfigError:
+    def _out_of_range(self, targets: torch.Tensor, outputs: torch.Tensor) -> ConfigError:
         counted, classes = targets[targets != IGNORED], outputs.shape[-1]
         wrong = counted[(counted < 0) | (counted >= classes)][0]
         return ConfigError(
@@ -377,20 +413,22 @@ class Objective:
         """Return the sum of losses; its gradient is scaled. `counts` is zero for padding."""
         losses, weights = self.loss.of_rows(outputs, targets)
         samples = counts if weights is None else counts.sum()
-        return self._sum(Sums(losses, losses if weights is None else weights, counts, samples))
+        total = outputs.total if isinstance(outputs, Scored) else (losses * counts).sum()
+        weights = losses if weights is None else weights
+        return self._sum(Sums(losses, weights, counts, samples), total)
 
     def of_model(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the same of a loss that calls the model itself."""
-        return self._sum(self.loss.of_model(model, batch), len(batch.weights))
+        sums = self.loss.of_model(model, batch)
+        return self._sum(sums, (sums.losses * sums.counts).sum(), len(batch.weights))
 
-    def _sum(self, sums: Sums, rows: int | None = None) -> torch.Tensor:
+    def _sum(self, sums: Sums, total: torch.Tensor, rows: int | None = None) -> torch.Tensor:
         losses, weights, counts, samples, _ = sums
         if self.loss.is_weighted:
             weight = (weights.detach() * counts).sum(dtype=torch.float64)
             self.weights.append(torch.stack([weight, samples.to(weight)]))
         if self.seen is not None:
             self.seen.append(losses.detach().expand(rows or len(losses)))
-        total = (losses * counts).sum()
         if total.requires_grad:
             scale, value = self.scaler.scale if self.scaler else 1, total.detach()
             # NaN if the sum of losses is not finite.

@@ -54,7 +54,7 @@ def parts(
     found: list[Part] = []
     names = (mesh.mesh_dim_names or ()) if mesh else ()
     if mesh and "tensor" in degrees:
-        found.append(Tensor(mesh["tensor"], config, degrees.get("context", 1), loss.converts))
+        found.append(Tensor(mesh["tensor"], config, degrees.get("context", 1)))
     if "context" in degrees:
         sizes, dimensions = tuple(degrees.values()), tuple(degrees)
         whole = init_device_mesh(world.device.type, sizes, mesh_dim_names=dimensions)

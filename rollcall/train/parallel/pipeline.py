@@ -21,6 +21,7 @@ from rollcall.config import Config
 from rollcall.config.checks import LOOPED, SPLIT_BACKWARD, V_SHAPED
 from rollcall.config.schema import ConfigError, Parallel
 from rollcall.train.data.source import Batch
+from rollcall.train.parallel.head import Head
 from rollcall.train.parallel.layers import balance, groups_of, span
 from rollcall.train.ranks.device import whole_of
 from rollcall.train.ranks.meeting import Meeting
@@ -172,6 +173,7 @@ class Pipeline:
         micro_batches: Sequence[Batch],
         loss: Callable[[torch.Tensor, Batch], torch.Tensor],
         scale: float,
+        head: Head,
     ) -> torch.Tensor:
         """Run the passes of a step; return the sum of the losses on the last rank, 0 elsewhere."""
         is_sequential = self._name == "sequential"
@@ -182,10 +184,12 @@ class Pipeline:
         total, self.losses = torch.zeros((), device=device), 0
         self.passes = len(runs) * self.at_once
         for number, batch in enumerate(runs, 1):
+            pieces = batch.split(len(batch.weights) // self.at_once)
+            head.batch = pieces[0]  # torch infers shapes from it
             for stage in self._stages:
-                stage.sends = number == len(runs)
+                stage.sends, stage.head, stage.batches = number == len(runs), head, pieces
             self._loss = lambda outputs, rows, batch=batch: (  # type: ignore[misc]
-                loss(outputs, batch.map(lambda part: part[rows])) * scale
+                loss(head.scored(outputs), batch.map(lambda part: part[rows])) * scale
             )
             # torch 2.11 needs the strides from which it inferred the shapes.
             inputs = (batch.inputs.contiguous(),) if 0 in self.mine else ()
@@ -291,6 +295,13 @@ class _Accumulating(overrides.Stage):
     """Adds up the gradients of several runs of a schedule, and sends them in the last one."""
 
     sends = True
+    head: Head
+    batches: Sequence[Batch]
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *given: Any, **options: Any) -> Any:
+        """Pass a micro-batch through the stage."""
+        self.head.batch = self.batches[fwd_chunk_id]
+        return super().forward_one_chunk(fwd_chunk_id, *given, **options)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce the gradients, unless a run follows."""

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import state_dict
 from torch.distributed.tensor import DTensor
 
 from rollcall.config import Config, ConfigError
+from rollcall.config.checks import SPLIT_BACKWARD
 from rollcall.config.mesh import NODE, parse
 from rollcall.messages.text import size
 from rollcall.train import torch_private
@@ -20,7 +21,7 @@ from rollcall.train.numerics import optim
 from rollcall.train.numerics.ema import drop_gathered
 from rollcall.train.numerics.examination import examined
 from rollcall.train.numerics.hidden import left_alone
-from rollcall.train.numerics.losses import Objective, Sums, in_fp32, outputs_of
+from rollcall.train.numerics.losses import Objective, Scored, Sums, in_fp32, outputs_of
 from rollcall.train.numerics.optim import OPTIONS
 from rollcall.train.numerics.precision import autocast
 from rollcall.train.numerics.randomness import kept
@@ -28,6 +29,7 @@ from rollcall.train.parallel.assembly import parts, weights_mesh
 from rollcall.train.parallel.experts import Balance, Experts, Perceptrons, stacks_of
 from rollcall.train.parallel.gathering import SharedBuffers, joined, of_all_ranks, twice
 from rollcall.train.parallel.gradients import LossWeights, by_mesh, clip
+from rollcall.train.parallel.head import Head, find
 from rollcall.train.parallel.part import (
     Fill,
     MakeOptimizer,
@@ -41,6 +43,7 @@ from rollcall.train.parallel.part import (
 )
 from rollcall.train.parallel.pipeline import Pipeline
 from rollcall.train.parallel.shard import Shard, local_optimizer, with_weights
+from rollcall.train.parallel.tensor import Tensor
 from rollcall.train.ranks.clock import BACKWARD, COMMUNICATION, FORWARD, OTHER, clock, watch
 from rollcall.train.ranks.device import local_of
 from rollcall.train.ranks.meeting import Meeting
@@ -122,6 +125,10 @@ class Strategy:
             raise ConfigError("model.sync_buffers works neither in a pipeline nor with exact=true")
         if config.model.sync_buffers and world.world_size > 1:  # finishes before DDP may refuse
             self._parts.insert(0, SharedBuffers(config.model.sync_buffers, self._averaged))
+        # Whether a last layer may compute the loss, with its gradient; fp16 needs the scale before.
+        is_split = self._pipeline and config.parallel.schedule_name in SPLIT_BACKWARD
+        is_moved = config.parallel.strategy == "dp" or any(part.places for part in self._parts)
+        self._may_fuse = not (is_moved or is_split or config.train.gather or loss.scaler)
         is_cut = copies * pieces * stages > 1
         if self._gather and (config.exact or loss.loss.takes_model or is_cut):
             raise ConfigError(
@@ -203,6 +210,9 @@ class Strategy:
         self.model, modules = model, [model]
         if self._is_pipeline:
             self._check_pipeline(example)
+        self._head = find(model, example, self.loss) if self._may_fuse else Head("", 0, self.loss)
+        for part in (part for part in self._parts if isinstance(part, Tensor)):
+            part.keeps_logits = self._head.is_cut = self._head.classes > 0
         if self._pipeline:
             modules = self._pipeline.cut(model, example.inputs[:1])
         turns = dict.fromkeys(self.loss.turns)  # the loss calls these, and not the model
@@ -456,10 +466,10 @@ class Strategy:
     def _through_stages(
         self, pipeline: Pipeline, micro_batches: Sequence[Batch], scale: float
     ) -> torch.Tensor:
-        with self._around(last=True), self._autocast():
-            total = pipeline.forward_backward(
-                self._callables, micro_batches, self._sum_of_losses, scale
-            )
+        scoring = self._head.scoring(self.model, micro_batches[0])
+        with self._around(last=True), self._autocast(), scoring:
+            given = self._callables, micro_batches, self._sum_of_losses, scale, self._head
+            total = pipeline.forward_backward(*given)
         # torch calls the loss once more in the first step, to infer shapes (2.15).
         del self._objective.weights[: -pipeline.losses]
         return total
@@ -508,7 +518,8 @@ class Strategy:
         with self._autocast():
             if self.loss.takes_model:
                 return self._objective.of_model(model, batch)
-            outputs = outputs_of(model, batch)
+            with self._head.scoring(self.model, batch):
+                outputs = self._head.scored(outputs_of(model, batch))
         return self._sum_of_losses(outputs, batch)
 
     def _sum_of_losses(self, outputs: Any, batch: Batch) -> torch.Tensor:
@@ -533,6 +544,17 @@ class Strategy:
         """Return the images that a function draws with the model in evaluation mode."""
         with evaluating(self.model), self._around(last=True):
             return draw(self._callables[0])
+
+    def scores(self, batch: Batch) -> tuple[Scored, torch.Tensor] | None:
+        """Return losses and hits of targets (rows, …) if the last layer can compute them."""
+        if not self._head.fits(share := self._share(batch)):
+            return None
+        with self._head.scoring(self.model, share):
+            found = self._evaluated(batch, outputs_of)
+        for part in self._parts:
+            found = part.gather(found)
+        losses, hits = found[..., 0], found[..., 1]  # copies of other tensor ranks follow
+        return Scored(losses, losses.sum()), hits
 
     @torch.no_grad()
     def _evaluated(self, batch: Batch, call: Callable[[nn.Module, Batch], Any]) -> Any:

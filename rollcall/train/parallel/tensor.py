@@ -73,11 +73,10 @@ class Tensor(Part):
 
     suspicion = "columns layers in tensor_plan whose outputs do not go to a rows layer unit by unit"
 
-    def __init__(
-        self, mesh: DeviceMesh, config: Config, pieces: int, keeps_logits: bool = False
-    ) -> None:
+    keeps_logits = False  # divided, since the last layer computes the loss with a part of them
+
+    def __init__(self, mesh: DeviceMesh, config: Config, pieces: int) -> None:
         self._mesh = mesh
-        self._keeps_logits = keeps_logits  # divided, since the loss computes with a part of them
         self._model = config.model
         self._sequence, self._compiles = config.parallel.sequence_parallel, config.train.compile
         self._input: tuple[Any, ...] = ()  # of columns: the newest one, its version, its DTensor
@@ -188,8 +187,8 @@ class Tensor(Part):
             return parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=outside)
         return parallel.ColwiseParallel(
             input_layouts=outside,
-            output_layouts=Shard(-1) if self._keeps_logits else Replicate(),
-            use_local_output=not self._keeps_logits,
+            output_layouts=Shard(-1) if self.keeps_logits else Replicate(),
+            use_local_output=not self.keeps_logits,
         )
 
     def gather(self, outputs: Any) -> Any:

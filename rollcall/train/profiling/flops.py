@@ -88,10 +88,10 @@ def operations_of(model: nn.Module, example: Batch, loss: Loss | None = None) ->
     number, it gets 1 or True, such as for a mask that hides nothing.
     """
     batch, counter = example.to(META), FlopCounterMode(display=False)
-    with sdpa_kernel(SDPBackend.MATH), counter, _PassCounter(counter) as passes:
-        bare = _without_values(model)
+    with sdpa_kernel(SDPBackend.MATH), counter, PassCounter(counter) as passes:
+        bare = without_values(model)
         if loss and loss.takes_model and not isinstance(loss.function, ModelLoss):
-            outputs = _without_values(loss.function)(model=bare, batch=batch.inputs)
+            outputs = without_values(loss.function)(model=bare, batch=batch.inputs)
         else:
             outputs = outputs_of(bare, batch)
         tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
@@ -102,7 +102,8 @@ def operations_of(model: nn.Module, example: Batch, loss: Loss | None = None) ->
     return Operations(*passes.counts)
 
 
-def _without_values(code: Any) -> Any:
+def without_values(code: Any) -> Any:
+    """Return a copy of a module or a loss with its tensors on the meta device."""
     memo: dict[int, Any] = {}
     if isinstance(code, nn.Module):
         memo = {id(buffer): buffer.to(META) for buffer in code.buffers()}
@@ -111,7 +112,7 @@ def _without_values(code: Any) -> Any:
     return copy.deepcopy(code, memo)
 
 
-class _PassCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class PassCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Divides torch's count among the passes; only recomputation has gradients enabled."""
 
     def __init__(self, counter: FlopCounterMode) -> None:

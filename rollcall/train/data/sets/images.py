@@ -1,9 +1,10 @@
 """Images: as bytes in memory, or as files that are decoded when they are needed."""
 
+import copy
 import math
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,12 +35,29 @@ class ImageFormat(NamedTuple):
 
     def normalize(self, images: torch.Tensor) -> torch.Tensor:
         """Map bytes (…, channels, height, width) to floats of mean 0 and deviation 1."""
-        mean, std = (torch.tensor(part)[:, None, None] for part in (self.mean, self.std))
-        return images.float().div_(255).sub_(mean).div_(std)
+        images = images.float().div_(255)
+        for channel, mean, std in zip(images.unbind(-3), self.mean, self.std, strict=True):
+            channel.sub_(mean).div_(std)
+        return images
+
+
+class _Bytes(ImageFormat):
+    def normalize(self, images: torch.Tensor) -> torch.Tensor:
+        return images
+
+
+class _Normalized:
+    _format: ImageFormat
+
+    def as_bytes(self) -> tuple[Any, Callable[[Batch], Batch]]:
+        """Return samples with bytes, a quarter of the size, and what normalizes a batch of them."""
+        found, form = copy.copy(self), self._format
+        found._format = _Bytes(*form)
+        return found, lambda batch: batch._replace(inputs=form.normalize(batch.inputs))
 
 
 @dataclass
-class _Images(Dataset[Any]):
+class _Images(_Normalized, Dataset[Any]):
     """Images in memory, as bytes (n, channels, height, width)."""
 
     all_count = True  # no target is -100
@@ -73,7 +91,7 @@ class ShiftedImages(_Images):
         return self._format.normalize(image), self._targets[index]
 
 
-class ImageFiles(Dataset[tuple[torch.Tensor, int]]):
+class ImageFiles(_Normalized, Dataset[tuple[torch.Tensor, int]]):
     """Image files, decoded one by one and resized to one format.
 
     With `augment`, an image is a random crop of 8 to 100 % of the area, mirrored at random

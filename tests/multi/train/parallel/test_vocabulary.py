@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import leave_out_operations, together
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
 from rollcall.config import ConfigError, parse
@@ -26,7 +27,7 @@ from rollcall.train.data import sets
 from rollcall.train.data.order import validation_batches
 from rollcall.train.numerics import cross_entropy, losses
 from rollcall.train.parallel.strategy import Strategy
-from rollcall.train.ranks.device import local_of
+from rollcall.train.ranks.device import local_of, whole_of
 from rollcall.train.ranks.world import World
 
 TOKENS, CLASSES = 37, 101  # 34, 34 and 33 classes on three ranks
@@ -58,7 +59,7 @@ MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
 TIED = "model.name=user_code:tied"
 
 
-def test_losses_and_gradients_are_those_of_whole_scores(tmp_path: Path) -> None:
+def test_losses_and_gradients_are_those_of_a_whole_layer(tmp_path: Path) -> None:
     together(3, _compare_losses, tmp_path)
 
 
@@ -66,30 +67,39 @@ def _compare_losses(rank: int, _: Path) -> None:
     world = World.join("cpu")
     mesh = init_device_mesh("cpu", (3,))
     generator = torch.Generator().manual_seed(0)
-    whole = 5 * torch.randn(TOKENS, CLASSES, generator=generator)
+    x, weight = (torch.randn(size, 8, generator=generator) for size in (TOKENS, CLASSES))
     targets = torch.randint(CLASSES, (TOKENS,), generator=generator)
     targets[::5] = -100
     factors = torch.rand(TOKENS, generator=generator)
+    plain, layer = (nn.Linear(8, CLASSES, bias=False) for _ in range(2))
+    plain.weight = nn.Parameter(weight)
+    layer.weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+    local: Any = layer.weight
+    assert len(local.to_local()) == (34, 34, 33)[rank]
     for smoothing, z_loss in ((0.0, 0.0), (0.1, 0.0), (0.2, 0.1)):
-        scores = whole.clone().requires_grad_()
+        whole = x.clone().requires_grad_()
+        scores = plain(whole)
         expected = functional.cross_entropy(
             scores, targets, reduction="none", label_smoothing=smoothing
         )
         expected = expected + z_loss * scores.logsumexp(-1).square() * (targets != -100)
-        (wanted,) = torch.autograd.grad((expected * factors).sum(), scores)
+        wanted = torch.autograd.grad((expected * factors).sum(), (whole, plain.weight))
         for chunk in (1, 10 * CLASSES, 2**25):
-            cross_entropy.CHUNK = chunk
-            cut: Any = distribute_tensor(whole, mesh, [Shard(1)]).requires_grad_()
-            assert cut.to_local().shape[1] == (34, 34, 33)[rank]
-            found = losses.per_sample_loss(cut, targets, smoothing, z_loss)
-            (gradient,) = torch.autograd.grad((found * factors).sum(), cut)
-            assert isinstance(gradient, DTensor) and gradient.placements == (Shard(1),)
-            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-            torch.testing.assert_close(gradient.full_tensor(), wanted, rtol=1e-6, atol=1e-7)
-    for wrong in (CLASSES, -1):  # as with whole scores, on every rank
-        cut = distribute_tensor(whole[:2], mesh, [Shard(1)]).view(1, 2, CLASSES)
-        with pytest.raises(ConfigError, match=f"a target is {wrong}, but the model has 101"):
-            losses.build("cross_entropy")(cut, torch.tensor([[0, wrong]]))
+            cross_entropy.CHUNK, cross_entropy.PRODUCT = chunk, 2 * chunk
+            own = x.clone().requires_grad_()
+            given = DTensor.from_local(own, mesh, [Replicate()], run_check=False)
+            total, found = cross_entropy.of_layer(given, layer, targets, factors, smoothing, z_loss)
+            gradients = torch.autograd.grad(total, (own, layer.weight))
+            torch.testing.assert_close(found[0], expected, rtol=1e-6, atol=1e-6)
+            for one, other in zip(map(whole_of, gradients), wanted, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        given = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        hits = cross_entropy.of_layer(given, layer, targets, factors, 0.0, 0.0)[1][1]
+        assert torch.equal(hits, (plain(x).argmax(-1) == targets).float())
+    for wrong in (CLASSES, -1):  # on every rank
+        with pytest.raises(IndexError):
+            cross_entropy.of_layer(given, layer, targets.fill_(wrong), factors, 0.0, 0.0)
     world.leave()
 
 
@@ -143,7 +153,7 @@ def _weights(job: Job) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("more", [(), (SEQUENCE,)], ids=["tensor", "sequence"])
 def test_no_rank_keeps_whole_logits(more: tuple[str, ...], tmp_path: Path) -> None:
-    """A rank keeps half of the logits and of the weights of the vocabulary."""
+    """A rank keeps half of the weights of the vocabulary, and no logits."""
     together(2, partial(_count_saved, more), tmp_path)
     for file in tmp_path.glob("rank-*.json"):
         found = json.loads(file.read_text())
@@ -153,8 +163,8 @@ def test_no_rank_keeps_whole_logits(more: tuple[str, ...], tmp_path: Path) -> No
             "embedding": vocabulary // 2 * hidden,
             "head": vocabulary // 2 * hidden,
         }
-        # The logits once, and nothing else as wide; a user's loss gets them whole.
-        assert found["cross_entropy"] == [rows * length * vocabulary // 2]
+        # No logits; a user's loss gets them whole.
+        assert found["cross_entropy"] == []
         assert max(found["own"]) == rows * length * vocabulary
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,9 +173,11 @@ def test_a_step_holds_what_the_closed_forms_say(words: str) -> None:
 
     rows = total(2 * ROWS, LAYERS) - between["Total"]
     fewer_rows = total(2 * ROWS, LAYERS - 1) - total(ROWS, LAYERS - 1)
-    head = (
-        layout.width * 512 * 256 if layout.zero == 3 else 0
-    )  # which the backward pass begins with
+    # The backward pass begins with the head; under tensor, the loss has computed its gradient. With
+    # recomputation, the difference of two numbers of rows hides that.
+    head = layout.width * 512 * 256 if layout.zero == 3 else 0
+    has_gradient = layout.tensor > 1 and layout.recompute == "none"
+    head = 4 * 512 * 256 // layout.tensor if has_gradient else head
     held = {
         "weights": between["Total"] - rows - between["Buffer"] - head,
         # What the tracker calls an activation after the step is a divided embedding's gradient.
@@ -188,12 +189,16 @@ def test_a_step_holds_what_the_closed_forms_say(words: str) -> None:
     assert held == pytest.approx({name: terms[name] for name in held}, rel=0.03)
 
 
-def test_a_packed_gpt_keeps_its_mask_in_each_layer() -> None:
-    source: Any = SimpleNamespace(shape=(64,), classes=512)
-    plain, packed = (
-        plan_model._gpt(parse([*WORDS, *more])[1], source) for more in ([], ["data.pack=64"])
-    )
-    assert packed.layer.saved - plain.layer.saved == 2 * 64**2
+def test_no_more_outputs_than_exist_at_once() -> None:
+    words = ["data.seq_len=8192", "data.num_classes=128256", "precision=bf16"]
+    model = plan_model.describe(parse([*WORDS, *words])[1])
+    layout = Layout(precision="bf16", micro=1, batch=1)
+    terms = [
+        memory.of(model, layout, Machines().machine("h100", software=name))["outputs and loss"]
+        for name in ("rollcall", "torchtitan")
+    ]
+    whole = 8192 * 128256
+    assert terms[0] < 4 * 2**27 + 4 * 256 * 128256 + 2**25 < 4 * whole < terms[1]
 
 
 @pytest.mark.long

@@ -29,6 +29,7 @@ from rollcall.train.data.form import Form
 from rollcall.train.data.loading import Loading
 from rollcall.train.data.mixture import Mixture
 from rollcall.train.data.order import Order, training_batches, validation_batches
+from rollcall.train.data.reader import Selection
 from rollcall.train.data.sets.images import ImageFiles, ImageFormat
 from rollcall.train.data.source import Batch, Source
 from rollcall.train.data.stream import Shards, adapted
@@ -422,3 +423,41 @@ def test_a_loader_is_told_the_epoch() -> None:
     data = adapted(Loader([1, 2, 3]), "mine", 0, Form())  # type: ignore[arg-type]
     assert [int(data[position]) for position in range(5)] == [1, 2, 3, 1, 2]
     assert Loader.epochs == [0, 1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_images_travel_as_bytes(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quarter of their size; where they are used, they are normalized to the same bits."""
+    files = []
+    for number in range(6):
+        files.append((tmp_path / f"{number}.png", number))
+        pixels = np.random.default_rng(number).integers(0, 256, (9, 9, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(files[-1][0])
+    images = ImageFiles(files, ImageFormat(9, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    travelled, before = list[Batch](), Loading._ahead
+
+    def ahead(self: Loading, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in before(self, batches):
+            travelled.append(batch)
+            yield batch
+
+    monkeypatch.setattr(Loading, "_ahead", ahead)
+    config = Data(num_workers=workers)
+
+    def select(number: int) -> Any:
+        return Selection([2 * number, 2 * number + 1], [0, 0], torch.ones(2))
+
+    found = [*Loading(config).batches(images, "the data", select, range(3))]
+    expected = torch.stack([images[number][0] for number in range(6)])
+    assert torch.equal(torch.cat([batch.inputs for batch in found]), expected)
+    assert [batch.inputs.dtype for batch in travelled] == [torch.uint8] * 3
+    # Code of the user's gets them as before.
+    form = Form(
+        collate=lambda rows: tuple(
+            map(torch.stack, zip(*[(x, torch.tensor(y)) for x, y in rows], strict=True))
+        )
+    )
+    [batch] = Loading(config).batches(images, "the data", select, range(1), form)
+    assert torch.equal(batch.inputs, expected[:2])
