@@ -100,6 +100,7 @@ class Spread:
             self._try(lambda: stack.enter_context(whole(model, world.device)))
             plain = self._try(lambda: self._pass(model, compute, self._samples))
             model.zero_grad()
+            world.raise_together(self._different_weights(plain.loss))
             self._refuse_dependence(model, plain)
         problem = "" if math.isfinite(plain.loss) else "its loss is not finite"
         if plain.has_drawn and self._cuts_samples:
@@ -107,7 +108,6 @@ class Spread:
         self.is_due = not self._left_out(problem)
         if self.is_due:
             self._plain = plain
-            world.raise_together(self._different_weights(plain.loss))
 
     def compare(self) -> None:
         """Pass the samples through the spread model; raise ConfigError on all if it differs."""
@@ -264,14 +264,18 @@ class Spread:
             text = f"parallel.check did not compute samples one by one: {error}"
             raise Unsplit(text) from error
 
-    def _single(self, model: nn.Module, plain: Pass | None, names: bool) -> list[Pass]:
-        """Pass the samples together, unless that is known, and one by one."""
+    def _single(
+        self, model: nn.Module, plain: Pass | None, names: bool, shared: bool = False
+    ) -> list[Pass]:
+        """Pass the samples together, unless that is known, and one by one, or one if `shared`."""
         # Of a recomputation, a backward pass would change buffers once more.
         same = [plain] if plain and not plain.changed else []
         # A loss that calls the model sees others only in one batch: here, the same samples.
         calls_model = self._strategy.loss.takes_model
         twice = [Batch.joined([self._samples] * 2)] if calls_model else []
-        parts = [*([] if same else [self._samples]), *self._samples.split(1), *twice]
+        alone = self._samples.split(1)
+        alone = [alone[self._world.rank % 2]] if shared else alone
+        parts = [*([] if same else [self._samples]), *alone, *twice]
         passes = [*same, *self._passes(model, parts, names)]
         if calls_model:
             total, double = passes.pop().total, 2 * passes[0].total
@@ -285,18 +289,29 @@ class Spread:
 
     def _refuse_dependence(self, model: nn.Module, plain: Pass | None = None) -> None:
         """Refuse the run if a sample's results depend on others."""
+        world = self._world
+        shared = plain is not None and not world.has_any(bool(plain.changed))
         try:
-            single = self._try(lambda: self._single(model, plain, names=False))
+            single = self._try(lambda: self._single(model, plain, names=False, shared=shared))
         except Unsplit as error:
             self._run.warn(str(error))
             return
-        if self._world.has_any(bool(self._depends(single))):
+        if shared:  # each rank has passed one of the samples, and needs the sums of the other's
+            own = single.pop()
+            sums = world.gather(torch.tensor([own.total, own.weight], dtype=torch.float64))
+            other = own._replace(outputs={name: [] for name in own.outputs})
+            for number, (total, weight) in enumerate(sums[:2].tolist()):
+                part = own if number == world.rank % 2 else other
+                single.append(part._replace(total=total, weight=weight))
+        if world.has_any(bool(self._depends(single))):
             with suppress(Failed, Unsplit):
                 named = self._try(lambda: self._single(model, plain, names=True))  # names a module
                 single = named if self._depends(named) else single
-        needs_others = self._strategy.gathers or self._world.has_any(bool(single[0].changed))
-        # Few samples use some layers and embeddings.
-        more = self._more(MORE).map(lambda rows: rows[2:]) if needs_others else None
+        needs_others = self._strategy.gathers or world.has_any(bool(single[0].changed))
+        # Few samples use some layers and embeddings. Each rank passes its share of six others.
+        count = -(-(MORE - 2) // world.world_size)
+        first = 2 + world.rank * count % (MORE - 2)
+        more = self._more(MORE).map(lambda rows: rows[first:][:count]) if needs_others else None
         parts = [*more.split(self._rows_at_once)] if more else []
         others, reason = list[Pass](), None
         try:
@@ -407,7 +422,8 @@ class Spread:
     def _different_weights(self, loss: float) -> str:
         """Return a problem if the plain models of the ranks differ."""
         losses = self._world.gather(torch.tensor([loss]))
-        if float(losses.max() - losses.min()) <= self._tolerance * float(losses.abs().max()):
+        largest = float(losses.abs().max())
+        if not float(losses.max() - losses.min()) > self._tolerance * largest:  # or it is NaN
             return ""
         return (
             f"the ranks built different models, whose losses are {float(losses.min()):.6g} to "

@@ -44,7 +44,7 @@ class Meeting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def before(self, func: Any) -> None:
         """Meet before an operation that sends; raise Failed if a rank will not take part."""
         if getattr(func, "namespace", "") in SENDING and not func.__name__.startswith(
-            ("wait", "send", "recv")
+            ("wait", "send", "recv", "_wrap")
         ):
             self._meet()
 
