@@ -48,7 +48,8 @@ class Start:
         self._recorded: dict[str, torch.Tensor] = {}
         if recorder is not None:
             self._recorded = {name: tensor for names, tensor in tensors_of(model) for name in names}
-            _fill_attributes(model, recorder)
+            with kept(deferred.CPU):
+                _fill_attributes(model, recorder)
             self.release(model)
 
     def read_from(self, source: Stored, names: Mapping[str, str]) -> None:
