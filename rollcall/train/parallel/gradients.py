@@ -1,5 +1,6 @@
 """Clip gradients to a global norm, on any mesh."""
 
+import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +20,9 @@ from rollcall.train.numerics.losses import Loss
 from rollcall.train.parallel.part import Part, flatten, unflatten
 from rollcall.train.ranks.device import local_of
 from rollcall.train.torch_private import norms
+
+# To gather a tensor over two dimensions takes two messages, for which torch asks to flatten a mesh.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

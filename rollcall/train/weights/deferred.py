@@ -143,10 +143,7 @@ class Recorder(Draws):  # type: ignore[no-untyped-call]
                     raise RuntimeError(f"nothing sets the values of {names[0]}")
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the values of a tensor that was made while this mode was active, on the CPU.
-
-        The caller keeps the state of the generators.
-        """
+        """Return the values of a tensor that was made in this mode; the caller keeps generators."""
         result: torch.Tensor = self._real(tensor)
         return result
 
