@@ -288,7 +288,7 @@ class Spread:
     def _refuse_dependence(self, model: nn.Module, plain: Pass | None = None) -> None:
         """Refuse the run if a sample's results depend on others."""
         world = self._world
-        shared = plain is not None and not world.has_any(bool(plain.changed))
+        shared = plain is not None and not world.has_any(bool(plain.changed) or self._meeting.sent)
         try:
             single = self._try(lambda: self._single(model, plain, names=False, shared=shared))
         except Unsplit as error:

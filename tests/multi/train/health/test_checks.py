@@ -98,6 +98,10 @@ REFUSED = {
         words("Spread", "zero3"),
         "the output of last depends on the other samples of a batch",
     ),
+    "statistics-of-all-ranks-zero3": (
+        words("Synchronized", "zero3"),
+        "the output of last depends on the other samples of a batch",
+    ),
     "statistics-that-one-sample-lacks": (
         words("Deviates", "ddp"),
         "the output of last depends on the other samples of a batch",
