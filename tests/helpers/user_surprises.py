@@ -202,6 +202,15 @@ class Spread(Net):
         return hidden + hidden.std(0, unbiased=False).mean()
 
 
+class Synchronized(Net):
+    """Subtracts the mean over the samples of all ranks, whose gradient stays on each."""
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        mean = hidden.detach().mean(0)
+        torch.distributed.all_reduce(mean)
+        return hidden - mean / torch.distributed.get_world_size()
+
+
 class Deviates(Net):
     """The same, with a deviation that one sample does not have."""
 

@@ -80,20 +80,16 @@ class Reader:
         try:
             return self._form.inputs_and_targets(parts)
         except SampleError as error:
-            row, reason = self._culprit(parts, error)
+            row, reason = 0, error
+            for number, part in reversed([*enumerate(parts)]):  # the first that does not fit row 0
+                try:
+                    self._form.inputs_and_targets([parts[0], part][: number + 1])
+                except SampleError as own:
+                    row, reason = number, own
             source = f" (data.name={self._source})" if self._source else ""
             raise ConfigError(
                 f"sample {selection.samples[row]} of {self._name}{source}: {reason}"
             ) from None
-
-    def _culprit(self, parts: list[Any], error: SampleError) -> tuple[int, SampleError]:
-        """Return the first row that cannot be put together with row 0, and the reason."""
-        for row, part in enumerate(parts):
-            try:
-                self._form.inputs_and_targets([parts[0], part][: row + 1])
-            except SampleError as reason:
-                return row, reason
-        return 0, error
 
     def _sample(self, sample: int, epoch: int) -> Any:
         if isinstance(self._dataset, Stream):

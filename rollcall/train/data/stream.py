@@ -231,13 +231,6 @@ class _Shard:
         self.last: Any = None  # the sample that was read last
 
 
-def _are_shards(shards: Any) -> bool:
-    """Return True if an attribute `shards` holds iterables of samples, not names of files."""
-    return isinstance(shards, list | tuple) and all(
-        isinstance(shard, Iterable) and not isinstance(shard, str | bytes) for shard in shards
-    )
-
-
 def _lengths(shards: Any, given: Any, name: str) -> list[int]:
     """Return the lengths of shards; ConfigError for an unknown length or a one-time iterator."""
     if given is None:
@@ -269,7 +262,10 @@ def adapted(samples: Any, name: str, seed: int, form: Form, parts: int = 1) -> A
     is_map = hasattr(samples, "__getitem__") and hasattr(samples, "__len__")
     if is_map and not isinstance(samples, torch.utils.data.IterableDataset):
         return Packed(samples, form, name) if form.packs and len(samples) else samples
-    if _are_shards(shards := getattr(samples, "shards", None)):
+    shards = getattr(samples, "shards", None)  # iterables of samples, or names of files
+    if isinstance(shards, list | tuple) and not any(
+        isinstance(shard, str | bytes) or not isinstance(shard, Iterable) for shard in shards
+    ):
         if form.packs:
             raise ConfigError(
                 f"data.pack: data.name={name} has shards, and it is not known how many sequences "

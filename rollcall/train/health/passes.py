@@ -95,19 +95,18 @@ def gradients(model: nn.Module, device: torch.device) -> dict[str, Sketch]:
     if all(weight.grad is None for weight in model.parameters()):
         return sketches
     for name, weight in model.named_parameters():
-        gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        first, rows = _rows(gradient.reshape(-1, 1) if gradient.ndim < 2 else gradient)
+        gradient, first = weight if weight.grad is None else weight.grad, 0
+        if isinstance(weight, DTensor) and weight.placements == (Shard(0),):
+            mesh = weight.device_mesh
+            first = -(-len(weight) // mesh.size()) * mesh.get_local_rank()
+            rows = local_of(gradient)
+        else:
+            rows = whole_of(gradient)
+        rows = torch.zeros_like(rows) if weight.grad is None else rows
+        rows = rows.to_dense() if rows.is_sparse else rows
+        rows = rows.reshape(-1, 1) if rows.ndim < 2 else rows
         sketches[name] = sketch(rows.to(device))._replace(first=first)  # some are on the CPU
     return sketches
-
-
-def _rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Return this rank's rows of a tensor after the number of the first, or all of them."""
-    if isinstance(tensor, DTensor) and tensor.placements == (Shard(0),):
-        mesh = tensor.device_mesh
-        return -(-len(tensor) // mesh.size()) * mesh.get_local_rank(), tensor.to_local()
-    return 0, whole_of(tensor)
 
 
 def tolerance(model: nn.Module, formats: Collection[torch.dtype]) -> float:

@@ -40,12 +40,8 @@ from rollcall.train.torch_private import BatchNorm, without_modes
 EVENT = "spread_checked"
 MORE = 8
 """Samples of which the check sees what few of them use or change."""
-Work = Callable[[Batch], Any]
 Whole = Callable[[nn.Module, torch.device], AbstractContextManager[None]]
 Result = TypeVar("Result")
-
-
-TOO_LITTLE = "has too little memory for it"  # a rank, for the check
 
 
 class Unsplit(Exception):
@@ -100,6 +96,7 @@ class Spread:
             self._try(lambda: stack.enter_context(whole(model, world.device)))
             plain = self._try(lambda: self._pass(model, compute, self._samples))
             model.zero_grad()
+            world.raise_together(self._different_weights(plain.loss))
             self._refuse_dependence(model, plain)
         problem = "" if math.isfinite(plain.loss) else "its loss is not finite"
         if plain.has_drawn and self._cuts_samples:
@@ -107,7 +104,6 @@ class Spread:
         self.is_due = not self._left_out(problem)
         if self.is_due:
             self._plain = plain
-            world.raise_together(self._different_weights(plain.loss))
 
     def compare(self) -> None:
         """Pass the samples through the spread model; raise ConfigError on all if it differs."""
@@ -154,8 +150,8 @@ class Spread:
             if not memory.is_exhausted(error):
                 raise
             raise MemoryError(
-                f"parallel.check: {self._rank} {TOO_LITTLE}, and the other stages of the pipeline "
-                "wait for it; set parallel.check=off"
+                f"parallel.check: {self._rank} has too little memory for it, and the other stages "
+                "of the pipeline wait for it; set parallel.check=off"
             ) from error
         self._seconds += time.perf_counter() - begun
         return result
@@ -170,9 +166,9 @@ class Spread:
         Raise Failed on all if a rank has too little memory. After another error, a rank raises its
         own, or else Unsplit or ConfigError with that of the first rank.
         """
-        kind: type[Exception] = Failed
-        raised: BaseException | None = None
         problem, begun = "", time.perf_counter()
+        raised: BaseException | None = None
+        own: BaseException | None = None
         try:
             with (attempt or self._meeting.attempt)():
                 result = work()
@@ -182,19 +178,21 @@ class Spread:
             pass
         except (Exception, SystemExit) as error:
             if memory.is_exhausted(error):
-                problem = f"{self._rank} {TOO_LITTLE}"
+                problem = f"{self._rank} has too little memory for it"
             elif isinstance(error, Unsplit | ConfigError):
-                raised, kind, problem = error, type(error), str(error)
-            elif problem := explanation(error):
-                raised, kind = ConfigError(problem), ConfigError
+                raised = error
+            elif cause := explanation(error):
+                raised = ConfigError(cause)
                 raised.__cause__ = error
             else:
-                raised, kind = error, ConfigError
-                what = failure.describe(error)
-                problem = f"{self._rank} failed in the check before the first step: {what}"
-        for other in (ConfigError, Unsplit):
-            if first := self._world.first_problem(problem if issubclass(kind, other) else ""):
-                raise (raised if issubclass(kind, other) else None) or other(first)
+                own, what = error, failure.describe(error)
+                raised = ConfigError(
+                    f"{self._rank} failed in the check before the first step: {what}"
+                )
+        for kind in (ConfigError, Unsplit):
+            is_kind = isinstance(raised, kind)
+            if first := self._world.first_problem(str(raised) if is_kind else ""):
+                raise (own or raised if is_kind else None) or kind(first)
         self._left_out(problem)
         raise Failed
 
@@ -224,7 +222,7 @@ class Spread:
         return ""
 
     def _pass(
-        self, model: nn.Module, compute: Work, batch: Batch, draws: bool = False, names: bool = True
+        self, model: nn.Module, compute: Any, batch: Batch, draws: bool = False, names: bool = True
     ) -> Pass:
         """Pass some samples forward, or both ways if `compute` does that, and note what happens.
 
@@ -264,15 +262,19 @@ class Spread:
             text = f"parallel.check did not compute samples one by one: {error}"
             raise Unsplit(text) from error
 
-    def _single(self, model: nn.Module, plain: Pass | None, names: bool) -> list[Pass]:
-        """Pass the samples together, unless that is known, and one by one."""
+    def _single(
+        self, model: nn.Module, plain: Pass | None, names: bool, shared: bool = False
+    ) -> list[Pass]:
+        """Pass the samples together, unless that is known, and one by one, or one if `shared`."""
         # Of a recomputation, a backward pass would change buffers once more.
-        same = [plain] if plain and not plain.changed else []
+        passes = [plain] if plain and not plain.changed else []
         # A loss that calls the model sees others only in one batch: here, the same samples.
         calls_model = self._strategy.loss.takes_model
         twice = [Batch.joined([self._samples] * 2)] if calls_model else []
-        parts = [*([] if same else [self._samples]), *self._samples.split(1), *twice]
-        passes = [*same, *self._passes(model, parts, names)]
+        alone = self._samples.split(1)
+        alone = [alone[self._world.rank % 2]] if shared else alone
+        together = [] if passes else [self._samples]
+        passes += self._passes(model, [*together, *alone, *twice], names)
         if calls_model:
             total, double = passes.pop().total, 2 * passes[0].total
             passes[0] = passes[0]._replace(change=abs(total - double) / (abs(double) or 1.0))
@@ -285,24 +287,32 @@ class Spread:
 
     def _refuse_dependence(self, model: nn.Module, plain: Pass | None = None) -> None:
         """Refuse the run if a sample's results depend on others."""
+        world = self._world
+        shared = plain is not None and not world.has_any(bool(plain.changed) or self._meeting.sent)
         try:
-            single = self._try(lambda: self._single(model, plain, names=False))
+            single = self._try(lambda: self._single(model, plain, names=False, shared=shared))
         except Unsplit as error:
             self._run.warn(str(error))
             return
-        if self._world.has_any(bool(self._depends(single))):
+        if shared:  # this rank has passed one of the samples, and needs the sums of the other
+            own, other = single.pop(), 2 - world.rank % 2
+            sums = world.gather(torch.tensor([own.total, own.weight], dtype=torch.float64))
+            single += [own._replace(total=total, weight=part) for total, part in sums[:2].tolist()]
+            single[other] = single[other]._replace(outputs={name: [] for name in own.outputs})
+        if world.has_any(bool(self._depends(single))):
             with suppress(Failed, Unsplit):
                 named = self._try(lambda: self._single(model, plain, names=True))  # names a module
                 single = named if self._depends(named) else single
-        needs_others = self._strategy.gathers or self._world.has_any(bool(single[0].changed))
-        # Few samples use some layers and embeddings.
-        more = self._more(MORE).map(lambda rows: rows[2:]) if needs_others else None
+        needs_others = self._strategy.gathers or world.has_any(bool(single[0].changed))
+        # Few samples use some layers and embeddings. Each rank passes its share of six others.
+        count = -(-(MORE - 2) // world.world_size)
+        first = 2 + world.rank * count % (MORE - 2)
+        more = self._more(MORE).map(lambda rows: rows[first:][:count]) if needs_others else None
         parts = [*more.split(self._rows_at_once)] if more else []
         others, reason = list[Pass](), None
         try:
-            others = self._try(lambda: self._passes(model, parts, names=False))
-        except Unsplit:
-            pass
+            with suppress(Unsplit):
+                others = self._try(lambda: self._passes(model, parts, names=False))
         except Failed as error:  # what was seen is refused all the same
             reason = error
         self._refuse(self._dependence(model, single, others))
@@ -331,11 +341,10 @@ class Spread:
         if different := self._depends(single):
             module, size_of_error = different
             what = f"the output of {module}" if module else f"train.loss={config.loss}"
-            remedy = ": set train.gather=true to give it the samples of all ranks"
-            if strategy.loss.takes_model:
+            remedy = "" if module else ": set train.gather=true to give it the samples of all ranks"
+            if strategy.loss.takes_model and not module:
                 remedy = ": let its sums grow with the number of samples, also what it adds to them"
                 remedy += "; to compare samples, let it take (outputs, targets) and train.gather"
-            remedy = "" if module else remedy
             return (
                 f"{what} depends on the other samples of a batch: with other samples it is "
                 f"something else (by {size_of_error:.1e} of its size), so the result would depend "
@@ -407,7 +416,8 @@ class Spread:
     def _different_weights(self, loss: float) -> str:
         """Return a problem if the plain models of the ranks differ."""
         losses = self._world.gather(torch.tensor([loss]))
-        if float(losses.max() - losses.min()) <= self._tolerance * float(losses.abs().max()):
+        largest = float(losses.abs().max())
+        if not float(losses.max() - losses.min()) > self._tolerance * largest:  # or it is NaN
             return ""
         return (
             f"the ranks built different models, whose losses are {float(losses.min()):.6g} to "
@@ -517,10 +527,10 @@ class Spread:
 
 def _digest(run: Run) -> str:
     """Return a digest of everything that the comparison depends on."""
-    config = run.config
-    facts: list[object]
-    facts = [config.model.model_dump(), config.parallel.model_dump(), config.train.loss]
-    facts += [config.train.loss_args, config.data.name, config.data.micro_batch is None]
-    facts += [config.train.gather, config.data.args, config.data.collate]
-    facts += [run.world.world_size, run.world.place.local_world_size, crosscheck.code()]
+    config, world = run.config, run.world
+    train, data = config.train, config.data
+    facts: list[Any] = [config.model.model_dump(), config.parallel.model_dump()]
+    facts += [train.loss, train.loss_args, train.gather, data.name, data.args, data.collate]
+    facts += [data.micro_batch is None, world.world_size, world.place.local_world_size]
+    facts += [crosscheck.code()]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]

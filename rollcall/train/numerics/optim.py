@@ -102,8 +102,10 @@ def _build(config: Optim, name: str, groups: Groups) -> torch.optim.Optimizer:
     if name == "sgd":
         given["momentum"] = config.momentum
     args = config.args if name == config.name else {}
-    is_muon = name.lower() == MUON  # which refuses stacks of matrices when it is made
-    given |= {"config": config, "params": [*map(_of_matrices, groups)] if is_muon else groups}
+    given |= {"config": config, "params": groups}
+    if is_muon := name.lower() == MUON:  # it refuses stacks of matrices when it is made
+        small = [[w.new_empty(1, 1) if w.ndim > 2 else w for w in one["params"]] for one in groups]
+        given["params"] = [{**one, "params": ws} for one, ws in zip(groups, small, strict=True)]
     try:
         optimizer = arguments.call("optim.name", "optim.args", name, args, **given)
         if ":" not in name:
@@ -289,12 +291,6 @@ def _matrices(stack: torch.Tensor) -> Sequence[torch.Tensor]:
             cut = [Shard(placement.dim - 1)]
             return [DTensor.from_local(part, shared, cut, run_check=False) for part in local]
     return local
-
-
-def _of_matrices(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group with a small matrix in place of each stack."""
-    weights = [weight.new_empty(1, 1) if weight.ndim > 2 else weight for weight in group["params"]]
-    return {**group, "params": weights}
 
 
 def _of_whole(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -44,7 +44,8 @@ def check(
 ) -> tuple[str, str]:
     """Return the reason to refuse a run and a warning, on all ranks; empty if all is well."""
     refusal = warning = ""
-    has_row = any(map(_is_row, model.parameters()))
+    rows = [w for w in model.parameters() if w.requires_grad and w.ndim > 1 and len(w) == 1]
+    has_row = any(isinstance(w, DTensor) and any(p.is_shard() for p in w.placements) for w in rows)
     names = [config.name, *(group.get("optimizer", "sgd") for group in config.groups.values())]
     for name in dict.fromkeys(names):
         if name.lower() not in TESTED and not refusal:
@@ -84,12 +85,6 @@ def _problem(
     if difference and not _difference(whole, noisy):  # as Langevin dynamics adds noise
         problem = f"optim.name={name}: {when} its steps differ by {difference:.1e} of their size"
     return world.first_problem(problem and f"{problem}{advice}")
-
-
-def _is_row(weight: torch.Tensor) -> bool:
-    if not (weight.requires_grad and weight.ndim > 1 and len(weight) == 1):
-        return False
-    return isinstance(weight, DTensor) and any(part.is_shard() for part in weight.placements)
 
 
 def _steps(

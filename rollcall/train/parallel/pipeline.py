@@ -238,7 +238,12 @@ class Pipeline:
                     if x.requires_grad and y.requires_grad and TAKES_GRADIENTS:
                         torch.autograd.grad(y, x, torch.ones_like(y), allow_unused=True)
                     x = y.detach().contiguous()
-                    _check_handed_on(x, stage)
+                    if x.dtype not in FORMATS or x.ndim > MOST_DIMENSIONS:
+                        raise ConfigError(
+                            "stages of a pipeline hand on floating-point numbers in at most "
+                            f"{MOST_DIMENSIONS} dimensions, but stage {stage} returns {x.dtype} in "
+                            f"{x.ndim}"
+                        )
             x = self._handed_on(x, stage)
 
     def _handed_on(self, x: torch.Tensor, stage: int) -> torch.Tensor:
@@ -266,15 +271,6 @@ class Pipeline:
             x = torch.empty(sizes, dtype=FORMATS[number], device=x.device)
         communicate(x, group=self.group)
         return x
-
-
-def _check_handed_on(x: torch.Tensor, stage: int) -> None:
-    """Raise ConfigError for an output that `Pipeline._passed` cannot describe to other ranks."""
-    if x.dtype not in FORMATS or x.ndim > MOST_DIMENSIONS:
-        raise ConfigError(
-            f"stages of a pipeline hand on floating-point numbers in at most {MOST_DIMENSIONS} "
-            f"dimensions, but stage {stage} returns {x.dtype} in {x.ndim}"
-        )
 
 
 class Stage(nn.Sequential):

@@ -325,9 +325,9 @@ class Strategy:
         with self._checking():
             total = self.forward_backward(micro_batches, count)
             sums = self._objective.sums_of_weights(total.device)
-        dist.all_reduce(total)
-        dist.all_reduce(sums)
-        return (float(self._per_weight(self.model, total / count, sums)),)
+        all_sums = torch.cat([total.view(1), sums])
+        dist.all_reduce(all_sums)
+        return (float(self._per_weight(self.model, all_sums[0] / count, all_sums[1:])),)
 
     def pass_in_turn(self, example: Batch, meeting: Meeting) -> tuple[()]:
         """Pass samples through the stages of a pipeline one after the other, each as an attempt."""

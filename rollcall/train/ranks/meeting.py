@@ -22,7 +22,7 @@ class Meeting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, world: World) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._world = world
+        self._world, self.sent = world, False  # whether there was a message
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -43,9 +43,9 @@ class Meeting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def before(self, func: Any) -> None:
         """Meet before an operation that sends; raise Failed if a rank will not take part."""
-        if getattr(func, "namespace", "") in SENDING and not func.__name__.startswith(
-            ("wait", "send", "recv")
-        ):
+        apart = "wait", "send", "recv", "_wrap"
+        if getattr(func, "namespace", "") in SENDING and not func.__name__.startswith(apart):
+            self.sent = True
             self._meet()
 
     def _meet(self, has_failed: bool = False, is_done: bool = False) -> bool:

@@ -111,7 +111,8 @@ class Recorder(Draws):  # type: ignore[no-untyped-call]
             if tensors or not _is_large(function, args, kwargs):
                 return self.run(function, args, kwargs, draw)
         elif function is READ_NUMBER or not all(map(_is_meta, _written(function, args, kwargs))):
-            args, kwargs = self._real((args, kwargs))
+            with kept(CPU):
+                args, kwargs = self._real((args, kwargs))
             return self.run(function, args, kwargs, draw)
         if draw is not None and kwargs.get("generator") is not None:
             raise NotImplementedError("a random operation with an explicit generator")
@@ -142,7 +143,7 @@ class Recorder(Draws):  # type: ignore[no-untyped-call]
                     raise RuntimeError(f"nothing sets the values of {names[0]}")
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the values of a tensor that was made while this mode was active, on the CPU."""
+        """Return the values of a tensor that was made in this mode; the caller keeps generators."""
         result: torch.Tensor = self._real(tensor)
         return result
 
@@ -187,7 +188,7 @@ class Recorder(Draws):  # type: ignore[no-untyped-call]
             offset, stride = tensor.storage_offset(), tensor.stride()
             return empty.set_(storages[storage_key(tensor)], offset, tensor.shape, stride)
 
-        with torch.no_grad(), kept(CPU):
+        with torch.no_grad():
             for number in sorted(needed):
                 call = self._calls[number]
                 args, kwargs = tree_map_only(torch.Tensor, filled, (call.args, call.kwargs))

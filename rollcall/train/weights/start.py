@@ -47,7 +47,8 @@ class Start:
         self._recorded: dict[str, torch.Tensor] = {}
         if recorder is not None:
             self._recorded = {name: tensor for names, tensor in tensors_of(model) for name in names}
-            _fill_attributes(model, recorder)
+            with kept(deferred.CPU):
+                _fill_attributes(model, recorder)
             self.release(model)
 
     def read_from(self, source: stored.Stored, names: Mapping[str, str]) -> None:
@@ -68,8 +69,10 @@ class Start:
         later = set[str]()
         for names, tensor in list(tensors_of(model)):
             if tensor.device.type == "meta":
-                if not draws and names[0] in self._held and _may_wait(tensor):
-                    later.add(names[0])
+                is_large = isinstance(tensor, nn.Parameter) and tensor.numel() > deferred.SMALL
+                is_large &= tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
+                if not draws and names[0] in self._held and is_large:
+                    later.add(names[0])  # code may rely on the values of any other tensor
                 target = device if isinstance(tensor, nn.Parameter) else buffers
                 full = torch.empty_like(tensor.detach(), device=target)
                 replace(model, names, tensor, full)
@@ -115,12 +118,6 @@ class Start:
                     if target is not by_stored_name[name]:
                         target.copy_(by_stored_name[name])
         return loaded
-
-
-def _may_wait(tensor: torch.Tensor) -> bool:
-    """Return True for a large weight: code may rely on the values of any other tensor."""
-    is_large = isinstance(tensor, nn.Parameter) and tensor.numel() > deferred.SMALL
-    return is_large and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 def replace(

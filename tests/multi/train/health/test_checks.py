@@ -98,6 +98,10 @@ REFUSED = {
         words("Spread", "zero3"),
         "the output of last depends on the other samples of a batch",
     ),
+    "statistics-of-all-ranks-zero3": (
+        words("Synchronized", "zero3"),
+        "the output of last depends on the other samples of a batch",
+    ),
     "statistics-that-one-sample-lacks": (
         words("Deviates", "ddp"),
         "the output of last depends on the other samples of a batch",
@@ -610,6 +614,6 @@ def test_few_samples_pass_before_the_first_step(case: str, ends: Ends) -> None:
     assert reasons[case] == "done"
     for rank in range(2):
         passed = json.loads((folder / f"passed-{rank}.json").read_text())[case]
-        assert steps < sum(passed) <= steps + 20, passed
+        assert steps < sum(passed) <= steps + 8, passed
         # A model that draws no random numbers does not pass with them.
-        assert len(passed) <= STEPS + {"ddp": 5, "zero3": 6, "tensor": 4}[case[8:]], passed
+        assert len(passed) <= STEPS + {"ddp": 5, "zero3": 4, "tensor": 3}[case[8:]], passed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import user_state
 from ranks import Ranks, logged_steps, train
 from user_state import WORDS
@@ -28,6 +29,21 @@ def test_odd_weights_stay_whole(tmp_path: Path, ranks: int, strategy: str) -> No
     train(1, [*words, "train.steps=6"], tmp_path / "alone")
     lines = logged_steps(RunDir(tmp_path, "odd"))
     assert [line["loss"] for line in lines] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_loss_that_reads_whole_weights_trains_as_in_a_plain_loop(tmp_path: Path) -> None:
+    with Draws(0):
+        model = user_state.Net()
+
+    def penalized(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        penalty: torch.Tensor = sum(w.square().sum() for w in model.parameters())  # type: ignore[assignment]
+        return user_state.cross_entropy(outputs, targets) + penalty
+
+    words = [*WORDS, "model.name=user_state:Net", "train.loss=user_state:penalized"]
+    words += ["parallel.strategy=ddp", "data.micro_batch=4", "train.steps=6"]
+    train(2, [*words, f"run.root={tmp_path}", "run.name=penalized"], tmp_path / "logs")
+    ours = [line["loss"] for line in logged_steps(RunDir(tmp_path, "penalized"))]
+    assert ours == pytest.approx(user_state.by_hand(model, penalized, 6), rel=1e-6)
 
 
 def test_a_loss_that_reads_shards_is_refused(tmp_path: Path) -> None:
