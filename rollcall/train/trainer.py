@@ -2,9 +2,10 @@
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from rollcall.config import ConfigError
 from rollcall.messages.text import listed
@@ -20,6 +21,8 @@ from rollcall.train.ranks import failure
 from rollcall.train.ranks.agreement import Action, FaultError, Members
 from rollcall.train.ranks.clock import clock
 from rollcall.train.ranks.run import Run
+from rollcall.train.recovery import lost_rank
+from rollcall.train.recovery.lost_rank import Absent, Back, GoOn, Kept
 from rollcall.train.state import TrainingState
 from rollcall.train.step import STATES, Steps
 from rollcall.train.task import Task
@@ -32,14 +35,26 @@ class Trainer:
         self, run: Run, task: Task, state: TrainingState, saver: Saver, members: Members
     ) -> None:
         self._run, self.task, self.state, self.saver = run, task, state, saver
-        self.steps = Steps(run, task, state, [saver, task, *members], saver.close)
+        self._absent = Absent.of(run, state, saver)
+        absent = [self._absent] if self._absent else []
+        self.steps = Steps(run, task, state, [saver, task, *members, *absent], saver.close)
         self._recovery = self.steps.recovery
         self._audit: Audit | None = None
 
-    def resume(self) -> bool:
-        """Continue from the newest checkpoint, if there is one; return whether there is."""
+    def resume(self, kept: Kept | None = None) -> bool:
+        """Continue from the newest checkpoint, if there is one; return whether there is.
+
+        If a rank has kept a state in memory, continue from the newest of those; `kept` is ours.
+        """
         self.task.identify(resumes=self.saver.open())
         self._recovery.resume()
+        if kept is not None:
+            self.saver.recall()
+            step, facts = lost_rank.hand_over(kept, self.state, self._run.world)
+            self._continue_from(step, facts)
+            self._run.record("resumed", step=step, from_memory=True)
+            self._recovery.is_idle = False
+            return True
         if checkpoint := self._load():
             changes.tell(self._run, checkpoint.step, checkpoint.engine.facts)
             self._run.record("resumed", step=checkpoint.step)
@@ -52,14 +67,26 @@ class Trainer:
         try:
             return self._train()
         except Exception as error:
-            if LOST_PEER.search(failure.describe(error)):
+            is_lost = LOST_PEER.search(failure.describe(error)) is not None
+            words = error.words if isinstance(error, Back) else 0
+            if self._absent and self._absent.may_go_on(is_lost, words):
+                raise GoOn(self._keep(), words) from None
+            if is_lost:
                 self._rescue()
             raise
+
+    def _keep(self) -> Kept:
+        """Return the state after the newest step, and close what runs beside the training."""
+        self.saver.abandon()
+        step, is_whole = self._run.progress.step, self.steps.rewind()
+        return Kept(step if is_whole else -1, self.state.read_alone(), self.task.facts(step))
 
     def _train(self) -> State:
         if self.task.lacks_evaluation(self._run.progress.step):
             self._evaluate()
         action = self._steps_with_rollbacks()
+        if self._absent:
+            self._absent.end()
         step = self._run.progress.step
         self.state.meet(step)  # if a signal ended the steps before that
         self.saver.finish(step, **self.task.facts(step))
@@ -126,6 +153,8 @@ class Trainer:
     def _between(self, step: int) -> None:
         self.state.meet(step)
         self._tell_changed(step)
+        if self._absent:
+            self._absent.begin()
         self.saver.prepare_rescue(self.state.read_alone)
         if self.task.is_evaluation_due(step):
             self.steps.settle(now=True)
@@ -167,10 +196,13 @@ class Trainer:
 
     def _load(self) -> Restored | None:
         if checkpoint := self.saver.resume():
-            self._run.progress.step = checkpoint.step
-            self.task.continue_from(checkpoint.step, checkpoint.engine.facts)
+            self._continue_from(checkpoint.step, checkpoint.engine.facts)
             self.state.load(checkpoint.state, checkpoint.step)
         return checkpoint
+
+    def _continue_from(self, step: int, facts: Mapping[str, Any]) -> None:
+        self._run.progress.step = step
+        self.task.continue_from(step, facts)
 
 
 @contextmanager

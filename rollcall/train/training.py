@@ -49,6 +49,7 @@ from rollcall.train.ranks.signals import StopSignals
 from rollcall.train.ranks.stop import Stop
 from rollcall.train.ranks.world import World
 from rollcall.train.recovery import memory, micro_batch
+from rollcall.train.recovery.lost_rank import GoOn, Kept
 from rollcall.train.recovery.micro_batch import Trial
 from rollcall.train.state import TrainingState
 from rollcall.train.task import Task
@@ -58,19 +59,29 @@ from rollcall.train.weights.start import Start, start
 
 def train(recipe: str, config: Config, world: World, signals: StopSignals) -> State:
     """Train to the end or to a stop, in a world that this process has joined."""
+    # A process that takes a lost rank's place has no state; the others have it.
+    kept = Kept() if world.members and world.members.words else None
     try:
-        return _train(recipe, config, world, signals)
+        while True:
+            try:
+                return _train(recipe, config, world, signals, kept)
+            except GoOn as end:
+                config, kept, words = end.config or config, end.kept, end.words
+            world = world.again(words)
     except SystemExit as error:  # its code, such as 0, would say how the run ended
         raise RuntimeError(failure.describe(error)) from error
 
 
-def _train(recipe: str, config: Config, world: World, signals: StopSignals) -> State:
+def _train(
+    recipe: str, config: Config, world: World, signals: StopSignals, kept: Kept | None = None
+) -> State:
     started = time.perf_counter()
     run = memory.with_proposal(_named(recipe, config, world))
     if is_searched := run.config.data.micro_batch == "auto":
         run = _with_fastest(run, signals)
     announce("reading the data and building the model")
-    parts = _build_twice(run, signals)  # a run that is refused leaves nothing behind
+    # A run that is refused leaves nothing behind.
+    parts = _build(run, signals, checks=False) if kept else _build_twice(run, signals)
     put_back = _kept_files(run)
     _open(run)
     size = parts.trainer.steps.gradient.micro_batch
@@ -86,7 +97,7 @@ def _train(recipe: str, config: Config, world: World, signals: StopSignals) -> S
             if advice := not run.config.exact and precision.advice(run.config.precision, device):
                 run.say(f"rollcall: {advice}")
         try:
-            if not trainer.resume() and parts.start.resumes:
+            if not trainer.resume(kept) and parts.start.resumes:
                 raise ConfigError(f"{run.run_dir.checkpoints} was emptied meanwhile: start again")
             trainer.state.adopt(parts.callbacks.open(parts.strategy.model))
         except ConfigError:
@@ -104,6 +115,9 @@ def _train(recipe: str, config: Config, world: World, signals: StopSignals) -> S
             state = trainer.train()
         weights = parts.recorder.end(trainer.state.read()["model"]) if run.config.exact else ""
     except FencedError:  # the files of the run belong to another attempt now
+        raise
+    except GoOn as reason:
+        reason.config = run.config  # with the name that rank 0 has given it
         raise
     except (Exception, SystemExit) as error:
         failure.tell_run(run.run_dir, world.rank, error)

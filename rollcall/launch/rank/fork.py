@@ -44,15 +44,19 @@ if HAS_TORCH:
     import torch
     from torch.distributed import DistError, PrefixStore, TCPStore
 
+    from rollcall.train.ranks import members
+
 SERVERS_LOOK = 0.5
 """Seconds between two questions of a node with servers whether all other ranks have ended."""
+SPARES = 3
+"""Spare processes of a node that could take the places of lost ranks, one after the other."""
 LEAVE_LOOK = 10.0
 """Seconds between two looks at the records of nodes whose ranks have not said that they end."""
 
 
 def preload(options: Namespace) -> None:
     """Import once what every rank will import: all of rollcall's training, or torch's compiler."""
-    words = training_words(options.program)
+    words, options.spares = training_words(options.program), 0
     if HAS_TORCH and (words is not None or may_optimize(options.program)):
         from rollcall.train.torch_private import COMPILER
 
@@ -68,6 +72,7 @@ def preload(options: Namespace) -> None:
     with contextlib.suppress(ConfigError, ImportError):  # the ranks explain it
         _, config = parse(words)
         arguments.complete(config)
+        options.spares = SPARES if config.faults.on_lost_rank == "continue" else 0
         for name in (*sets.slow_imports(config.data.name), *models.slow_imports(config.model.name)):
             importlib.import_module(name)
     for info in weakref.finalize._registry.values():  # type: ignore[attr-defined]
@@ -91,6 +96,7 @@ def start(options: Namespace) -> None:
     sys.stdout.flush()  # otherwise every rank would print what waits here
     gate, opener = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pids = [_fork(options, number, gate, opener) for number in range(options.nproc_per_node)]
+    spares = [_fork_spare(options, gate, opener) for _ in range(options.spares)]
     gate.close()
     receive(options)
     Path(options.log_dir).mkdir(parents=True, exist_ok=True)
@@ -102,7 +108,7 @@ def start(options: Namespace) -> None:
     with opener, contextlib.suppress(BrokenPipeError):  # all have died; _wait reports how
         for _ in pids:
             opener.send(order)
-    _wait(pids, options, store)
+    _wait(pids, options, store, Replacement(options, store, spares) if store and spares else None)
     if store is not None:
         _record_if_alone(store, keys, options)
     _leave(store, options)
@@ -204,16 +210,65 @@ def environment(options: Namespace, local_rank: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
+    if options.spares:
+        values[members.SPARES] = options.spares
     return {name: str(value) for name, value in values.items()}
 
 
-def _fork(options: Namespace, local_rank: int, gate: socket.socket, opener: socket.socket) -> int:
+class Replacement:
+    """Lets spare processes take the places of ranks that a signal has ended.
+
+    `rollcall/train/ranks/members.py` describes what is written to the store.
+    """
+
+    def __init__(
+        self, options: Namespace, store: "PrefixStore", spares: list[tuple[int, socket.socket]]
+    ) -> None:
+        self._options, self._spares = options, spares
+        self._store = PrefixStore(members.PREFIX, store.underlying_store)
+
+    def is_possible(self, code: int) -> bool:
+        """Return True if the other ranks could go on without a rank with this exit code."""
+        with contextlib.suppress(RuntimeError):  # the store's host has ended
+            return code < 0 and bool(self._spares) and self._store.check([members.READY])
+        return False
+
+    def replace(self, local_rank: int) -> int:
+        """Write down that a rank is lost; return the process that takes its place."""
+        options, (pid, opener) = self._options, self._spares.pop()
+        word = f"-{options.first_rank + local_rank} "
+        self._store.append(members.LOG, word)  # type: ignore[attr-defined]
+        order = {**vars(options), "local_rank": local_rank}
+        with opener:
+            opener.send(json.dumps(order).encode())
+        return pid
+
+    def end(self) -> None:
+        """Write down that no rank is replaced any more: all end."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(members.OVER, "")
+
+
+def _fork_spare(
+    options: Namespace, gate: socket.socket, opener: socket.socket
+) -> tuple[int, socket.socket]:
+    """Fork a process that waits for an order with the number of a rank; return its socket, too."""
+    own_gate, own_opener = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = _fork(options, None, own_gate, own_opener, gate, opener)
+    own_gate.close()
+    return pid, own_opener
+
+
+def _fork(
+    options: Namespace, local_rank: int | None, gate: socket.socket, *others: socket.socket
+) -> int:
     pid = os.fork()
     if pid == 0:
         process.die_with_parent()
         process.is_fork = True
         os.setsid()  # as under torchrun: a program may signal its whole group
-        opener.close()
+        for other in others:
+            other.close()
         os.close(options.serve)
         order = gate.recv(MAX_BYTES)
         if not order:
@@ -221,6 +276,9 @@ def _fork(options: Namespace, local_rank: int, gate: socket.socket, opener: sock
         gate.close()
         vars(options).update(json.loads(order))
         os.environ.update(options.env)
+        if local_rank is None:  # it was a spare process
+            os.environ[members.REPLACES] = "1"
+            local_rank = options.local_rank
         os.environ.update(environment(options, local_rank))
         if "numpy" in sys.modules:  # torch has imported it
             sys.modules["numpy"].random.seed()  # otherwise all ranks would draw the same numbers
@@ -228,7 +286,12 @@ def _fork(options: Namespace, local_rank: int, gate: socket.socket, opener: sock
     return pid
 
 
-def _wait(pids: Sequence[int], options: Namespace, store: KeyValueStore | None) -> None:
+def _wait(
+    pids: list[int],
+    options: Namespace,
+    store: KeyValueStore | None,
+    replacement: Replacement | None = None,
+) -> None:
     """Wait for the ranks; kill servers when all others have ended, all soon after a failure."""
     codes: dict[int, int] = {}  # by pid, in the order in which the ranks ended; -n for signal n
     servers = set[int]()  # those killed when all others had ended
@@ -238,17 +301,29 @@ def _wait(pids: Sequence[int], options: Namespace, store: KeyValueStore | None) 
     killed_before = process.memory_kills()
     while len(codes) < len(pids):
         pid, status = os.waitpid(-1, 0 if end == math.inf and not shared else os.WNOHANG)
+        if pid and pid not in pids:  # a spare process
+            continue
         if pid:
             codes[pid] = code = 0 if pid in servers else os.waitstatus_to_exitcode(status)
             rank = options.first_rank + pids.index(pid)
             if shared:
                 shared.set(f"ended {rank}", "")
-            record_end(options, rank, code)
-            facts = RestartFacts(failed=has_failed(code))
+            is_spared = replacement is not None and replacement.is_possible(code)
+            is_spared &= process.memory_kills() == killed_before
+            facts = RestartFacts(failed=has_failed(code), replaceable=is_spared)
             rule = decide("ranks run" if end == math.inf else "ranks end", "rank ended", facts)
+            if rule.action == "replace the rank" and replacement is not None:
+                del codes[pid]
+                pids[pids.index(pid)] = replacement.replace(pids.index(pid))
+                name = signal.Signals(-code).name if -code in set(signal.Signals) else -code
+                print(f"rank {rank} was ended by {name}; the others go on", file=sys.stderr)
+                continue
+            record_end(options, rank, code)
             if rule.action == "fork the next ranks":
                 end = clock.read() + (rule.grace or 0)
                 os.write(options.serve, b"!")
+                if replacement is not None:
+                    replacement.end()
             if code > 0 and has_failed(code):  # it may have left by os._exit
                 record_failure(options, f"rank-{rank}", code, "", rank, replace=False)
         elif clock.read() > end:

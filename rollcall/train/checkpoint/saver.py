@@ -215,6 +215,22 @@ class Saver:
                 self._run.run_dir.record("rescued", step=step, rank=self._run.world.rank)
 
     @property
+    def is_busy(self) -> bool:
+        """True while a save is in flight; after each `settle`, all ranks agree."""
+        return any(tier.busy for tier in self._tiers())
+
+    def abandon(self) -> None:
+        """Drop the save in flight, alone, because the ranks go on in another group."""
+        for tier in self._tiers():
+            tier.abandon()
+
+    def recall(self) -> None:
+        """Find out what was saved last, without loading it; all ranks call it together."""
+        self.checkpoints.clean()
+        self._saved_at = self.checkpoints.store.newest()
+        self._best.recall(self._run.run_dir.checkpoints, self._run.world)
+
+    @property
     def _target(self) -> Engine:
         return self._local.engine if self._local and not self._local_problem else self.checkpoints
 

@@ -26,6 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from rollcall.config import ConfigError
 from rollcall.system import fabric, guard, hosts
 from rollcall.system.process import die_with_parent
+from rollcall.train import torch_private
+from rollcall.train.ranks.members import REPLACES, SPARES, Members
 from rollcall.train.ranks.signals import await_lost_node
 from rollcall.train.torch_private import BatchNorm
 
@@ -135,6 +137,7 @@ class World:
         self.rank, self.local_rank = place.rank, place.local_rank
         self.world_size = place.world_size
         self.host = socket.gethostname()
+        self.members: Members | None = None  # who knows which ranks are lost and back, if anybody
 
     @classmethod
     def join(cls, device: str = "auto") -> World:
@@ -157,6 +160,11 @@ class World:
                 "process trains; start it with srun, or use slurm/multi_node.sbatch",
                 file=sys.stderr,
             )
+        if os.environ.get(SPARES) and world.device.type == "cpu":
+            world.members = Members(place)
+            if REPLACES in os.environ:
+                world.members.come_back()
+                return world.again()
         given: dict[str, Any] = {"backend": "gloo"}
         if world.device.type == "cuda":  # NCCL connects now, also for the groups of a mesh
             given = {"backend": "cpu:gloo,cuda:nccl", "device_id": world.device}
@@ -263,6 +271,19 @@ class World:
     def barrier(self) -> None:
         """Wait until every rank has called this."""
         dist.all_reduce(torch.zeros(1))
+
+    def again(self, words: int = 0) -> World:
+        """Return the world of the ranks that take part now; see `Members.meet`.
+
+        Other ranks wait for this one until its part of the group before is closed.
+        """
+        assert self.members is not None
+        if dist.is_initialized():
+            torch_private.abort()
+        World.joined = world = World(self.members.meet(words), self.device)
+        torch_private.set_timeout(JOIN_TIMEOUT)
+        world.members = self.members
+        return world
 
     def leave(self) -> None:
         """End the process group; every rank must call this after the last collective."""
