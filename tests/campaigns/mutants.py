@@ -4,8 +4,9 @@
 
 Each mutant is a copy of the checkout with one change in a module that decides: a condition
 inverted, a bound or a part of a condition removed, two statements or rows of a table swapped.
-Against each run the unit tests of these modules, then the seeds that once broke an invariant, then
-others. What nobody notices has survived, and is printed as a difference. The exit code is 1 below --goal.
+Against each run the seeds of the simulator that once broke an invariant, then others, then the unit
+tests of the module. What nobody notices has survived, and is printed as a difference. The exit code
+is 1 below --goal.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import copy
 import difflib
 import os
 import random
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,8 +31,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 MODULES = ("runs/decision", "runs/restarts", "node/heartbeat", "node/monitor", "node/supervise")
 MODULES += ("node/rendezvous", "node/batch_process", "batch/batch", "batch/placement")
-UNIT = ("node/test_heartbeat.py", "node/test_restart_rules.py", "runs/test_decision.py")
-UNIT += ("batch",)
+UNIT = {
+    "runs/decision": ["runs/test_decision.py"],
+    "runs/restarts": ["node/test_restart_rules.py", "batch"],
+    "node/heartbeat": ["node/test_heartbeat.py", "-k", "not 10000"],
+    "batch/batch": ["batch"],
+    "batch/placement": ["batch/test_placement.py"],
+}
+"""The unit tests of a module; the largest jobs take most of their time, and show nothing else."""
 OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.GtE,
     ast.Gt: ast.LtE,
@@ -42,7 +51,8 @@ TOLD = {"_say", "print", "_show", "show_rest"}
 """Functions that only tell; a call that moves between others is no other decision."""
 EQUIVALENT: dict[str, str] = {}
 """Mutants that change nothing that anybody could see, by the first changed line; and why."""
-TIMEOUT = 300.0
+TIMEOUT, CPU = 300.0, 60
+"""Seconds of the clock and of a processor, after which tests or a simulation hang."""
 
 
 class Mutant:
@@ -137,28 +147,40 @@ def chosen(count: int, seed: int) -> list[Mutant]:
     )
 
 
-def killer(copied: Path, seeds: int) -> str:
+def killer(copied: Path, module: str, seeds: int) -> str:
     """Return who notices that the copy is not what it should be; empty if nobody does."""
     env = {**os.environ, "PYTHONPATH": f"{copied}:{copied}/tests/simulation"}
     env.pop("ROLLCALL_CHECKOUT", None)
-    units = [f"tests/unit/launch/{part}" for part in UNIT]
-    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "--costs=0", "-p", "no:cacheprovider"]
-    kept = "tests/simulation/test_simulation.py"
-    simulate = [sys.executable, "tests/campaigns/simulate.py", "--stop", "--nodes", "2-6"]
-    for who, words in (
-        ("unit tests", [*pytest, *units]),
-        ("named seeds", [*pytest, kept, "-k", "mended"]),
-        (f"{seeds} seeds", [*simulate, "--first", "0", "--seeds", str(seeds)]),
-    ):
+    ways = {"the simulator": [sys.executable, __file__, f"--trial={seeds}"]}
+    if units := UNIT.get(module):
+        pytest = [sys.executable, "-m", "pytest", "-q", "-x", "--costs=0", "-p", "no:cacheprovider"]
+        ways["unit tests"] = [*pytest, f"tests/unit/launch/{units[0]}", *units[1:]]
+    for who, words in ways.items():
         try:
             done = subprocess.run(
                 words, cwd=copied, env=env, capture_output=True, timeout=TIMEOUT, check=False
             )
         except subprocess.TimeoutExpired:
-            return f"{who} (it hangs)"
+            return f"{who} (hangs)"
         if done.returncode:
-            return who
+            return f"{who} (hangs)" if done.returncode == -signal.SIGXCPU else who
     return ""
+
+
+def trial(seeds: int) -> int:
+    """Simulate the seeds that are kept, and others; return 1 if an invariant breaks."""
+    import test_simulation
+    from simulation import simulate
+
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU, CPU + 10))
+    every = [*((seed, 2, 5) for seed in test_simulation.KEPT)]
+    every += [(seed, 2, 6) for seed in test_simulation.OF_SIX]
+    every += [(seed, 2, 4) for seed in range(seeds)]
+    for seed in every:
+        if broken := simulate(*seed).broken:
+            print(seed, *broken, sep="\n")
+            return 1
+    return 0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -168,14 +190,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=1, help="chooses the mutants")
     parser.add_argument("--seeds", type=int, default=100, help="of the simulator", metavar="N")
     parser.add_argument("--goal", type=float, default=0.95)
+    parser.add_argument("--trial", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--only", help="mutants of modules with this in their name")
     options = parser.parse_args(argv)
+    if options.trial is not None:
+        return trial(options.trial)
     with tempfile.TemporaryDirectory() as folder:
         copied = Path(folder, "checkout")
-        left_out = shutil.ignore_patterns(".git", "runs", "datasets", "__pycache__", ".*cache")
-        shutil.copytree(ROOT, copied, ignore=left_out, symlinks=True)
-        if who := killer(copied, 20):
-            print(f"mutants: without a change, {who} fail already", file=sys.stderr)
+        for part in ("rollcall", "tests", "docs", "env"):
+            shutil.copytree(ROOT / part, copied / part, symlinks=True)
+        shutil.copy(ROOT / "pyproject.toml", copied)
+        if who := next(filter(None, (killer(copied, module, 5) for module in UNIT)), ""):
+            print(f"mutants: without a change, it fails already: {who}", file=sys.stderr)
             return 2
         killed, survivors, began = Counter[str](), list[Mutant](), time.monotonic()
         for mutant in chosen(options.count, options.seed):
@@ -186,7 +212,7 @@ def main(argv: Sequence[str]) -> int:
             path = copied / "rollcall" / "launch" / f"{mutant.module}.py"
             original = path.read_text()
             path.write_text(mutant.after)
-            who = killer(copied, options.seeds)
+            who = killer(copied, mutant.module, options.seeds)
             path.write_text(original)
             print(f"{who or 'SURVIVED'}: {mutant}", flush=True)
             if who:

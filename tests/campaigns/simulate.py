@@ -28,7 +28,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seeds", type=int, default=200, metavar="N")
     parser.add_argument("--first", type=int, default=0, help="the first seed", metavar="SEED")
     parser.add_argument("--nodes", default="2-5", metavar="MIN-MAX")
-    parser.add_argument("--stop", action="store_true", help="at the first broken invariant")
     parser.add_argument("--growth", metavar="NODES,…", help="count operations instead")
     options = parser.parse_args(argv)
     if options.growth:
@@ -42,8 +41,6 @@ def main(argv: Sequence[str]) -> int:
         if result.broken:
             broken += 1
             print(*result.story, "", sep="\n", flush=True)
-            if options.stop:
-                break
     how = ", ".join(f"{count} {end}" for end, count in ends.most_common())
     took = time.process_time() - began
     print(f"{options.seeds} seeds, {events} events, {took:.0f} s: {how}; {broken} broken")
