@@ -116,8 +116,8 @@ def _train(
         weights = parts.recorder.end(trainer.state.read()["model"]) if run.config.exact else ""
     except FencedError:  # the files of the run belong to another attempt now
         raise
-    except GoOn as reason:
-        reason.config = run.config  # with the name that rank 0 has given it
+    except GoOn as end:
+        end.config = run.config  # with the name that rank 0 has given it
         raise
     except (Exception, SystemExit) as error:
         failure.tell_run(run.run_dir, world.rank, error)

@@ -25,11 +25,18 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
-MODULES = ("runs/decision", "runs/restarts", "node/heartbeat", "node/monitor", "node/supervise")
+MODULES: tuple[str, ...] = (
+    "runs/decision",
+    "runs/restarts",
+    "node/heartbeat",
+    "node/monitor",
+    "node/supervise",
+)
 MODULES += ("node/rendezvous", "node/batch_process", "batch/batch", "batch/placement")
 UNIT = {
     "runs/decision": ["runs/test_decision.py"],
@@ -87,7 +94,7 @@ def mutants(module: str) -> Iterator[Mutant]:
                 yield Mutant(module, how, getattr(node, "lineno", 0), before, after)
 
 
-def changes(node: ast.AST) -> Iterator[tuple[str, object]]:
+def changes(node: ast.AST) -> Iterator[tuple[str, Callable[[Any], object]]]:
     """Yield the changes of a node: what it is, and a function that makes it."""
     if isinstance(node, ast.Compare) and type(node.ops[0]) in OPPOSITE:
         yield "a condition inverted", _invert
@@ -134,8 +141,8 @@ def _keep(node: ast.Call, at: int) -> None:
     node.func = ast.Name("(lambda value: value)", ast.Load())
 
 
-def _swap(parts: list[ast.stmt] | list[ast.expr], at: int) -> None:
-    parts[at], parts[at + 1] = parts[at + 1], parts[at]  # type: ignore[call-overload]
+def _swap(parts: list[Any], at: int) -> None:
+    parts[at], parts[at + 1] = parts[at + 1], parts[at]
 
 
 def chosen(count: int, seed: int) -> list[Mutant]:

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _measure(root: Path, hosts: int, ranks: int, repeats: int) -> None:
-    plain = {}
+    plain: dict[str, dict[str, torch.Tensor]] = {}
     for name, words in WAYS.items():
         with lost_ranks.submitted(root, f"plain-{len(plain)}", hosts, ranks, *_words(words)) as (
             run,
@@ -64,7 +64,9 @@ def _measure(root: Path, hosts: int, ranks: int, repeats: int) -> None:
         for name, words in WAYS.items()
     }
     found = turns.take_turns(ways, repeats, is_ordered=True)
-    rows = [("", "training again", "all ranks again", "steps done again", "weights differ by")]
+    rows: list[Sequence[str]] = [
+        ("", "training again", "all ranks again", "steps done again", "weights differ by")
+    ]
     for name, figures in found.items():
         columns = [turns.column(figures, key) for key in ("again", "all", "repeated")]
         cells = [

@@ -102,7 +102,8 @@ def await_ranks(run: RunDir, ranks: int, after: float) -> float:
 def weights(run: RunDir, step: int) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint, by name."""
     path = layout.path_of(run.checkpoints, step)
-    return nested(path, read_named(path), "model")["model"]
+    found: dict[str, torch.Tensor] = nested(path, read_named(path), "model")["model"]
+    return found
 
 
 def gap(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:

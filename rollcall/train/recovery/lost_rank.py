@@ -23,7 +23,7 @@ from rollcall.train.ranks.world import World
 from rollcall.train.state import TrainingState
 
 
-@dataclass(frozen=True)
+@dataclass
 class Kept:
     """The state of a rank in memory, and the facts that a checkpoint of its step would have."""
 
@@ -117,7 +117,7 @@ def hand_over(kept: Kept, state: TrainingState, world: World) -> tuple[int, Mapp
         parts = {(chunk.key, chunk.offset): part for chunk, part in theirs}
         for chunk, part in tensors:
             part.copy_(parts[chunk.key, chunk.offset])
-        values = own_values
+        values, kept.state = own_values, None  # it would need memory until the end
     source, is_lacking = steps.index(newest), min(steps) < newest
     if is_lacking:
         for _, part in tensors:
