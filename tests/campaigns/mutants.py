@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,23 +101,23 @@ def changes(node: ast.AST) -> Iterator[tuple[str, Callable[[Any], object]]]:
         yield "a condition inverted", _invert
     elif isinstance(node, ast.BoolOp):
         for at in range(len(node.values)):
-            yield "a part of a condition removed", lambda one, at=at: one.values.pop(at)
+            yield "a part of a condition removed", partial(_remove, at)
     elif isinstance(node, ast.If | ast.While) and not isinstance(node.test, ast.Constant):
         yield "a condition inverted", _negate
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         if node.func.id in ("min", "max") and len(node.args) == 2:
             for at in (0, 1):
-                yield "a bound removed", lambda one, at=at: _keep(one, at)
+                yield "a bound removed", partial(_keep, at)
     elif isinstance(node, ast.Tuple) and len(node.elts) > 5 and isinstance(node.elts[0], ast.Call):
         for at in range(len(node.elts) - 1):
-            yield "two rows swapped", lambda one, at=at: _swap(one.elts, at)
+            yield "two rows swapped", partial(_swap, "elts", at)
     body = getattr(node, "body", None)
     if isinstance(node, ast.FunctionDef | ast.If | ast.While | ast.For) and isinstance(body, list):
         for at in range(len(body) - 1):
             if all(isinstance(one, ast.Expr | ast.Assign | ast.AugAssign) for one in body[at:][:2]):
                 calls = [one.value for one in body[at:][:2] if isinstance(one, ast.Expr)]
                 if calls and not any(_only_tells(one) for one in calls):
-                    yield "two statements swapped", lambda one, at=at: _swap(one.body, at)
+                    yield "two statements swapped", partial(_swap, "body", at)
 
 
 def _only_tells(value: ast.expr) -> bool:
@@ -136,12 +137,17 @@ def _negate(node: ast.If | ast.While) -> None:
     node.test = ast.UnaryOp(ast.Not(), node.test)
 
 
-def _keep(node: ast.Call, at: int) -> None:
+def _remove(at: int, node: ast.BoolOp) -> None:
+    node.values.pop(at)
+
+
+def _keep(at: int, node: ast.Call) -> None:
     node.args = [node.args[at]]
     node.func = ast.Name("(lambda value: value)", ast.Load())
 
 
-def _swap(parts: list[Any], at: int) -> None:
+def _swap(field: str, at: int, node: ast.AST) -> None:
+    parts = getattr(node, field)
     parts[at], parts[at + 1] = parts[at + 1], parts[at]
 
 
@@ -204,9 +210,12 @@ def main(argv: Sequence[str]) -> int:
         return trial(options.trial)
     with tempfile.TemporaryDirectory() as folder:
         copied = Path(folder, "checkout")
-        for part in ("rollcall", "tests", "docs", "env"):
-            shutil.copytree(ROOT / part, copied / part, symlinks=True)
-        shutil.copy(ROOT / "pyproject.toml", copied)
+        for part in ROOT.iterdir():
+            if part.is_dir() and part.name not in (".git", "runs", "datasets"):
+                shutil.copytree(part, copied / part.name, symlinks=True)
+            elif part.is_file():
+                copied.mkdir(exist_ok=True)
+                shutil.copy(part, copied)
         if who := next(filter(None, (killer(copied, module, 5) for module in UNIT)), ""):
             print(f"mutants: without a change, it fails already: {who}", file=sys.stderr)
             return 2
