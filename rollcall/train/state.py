@@ -133,11 +133,6 @@ class TrainingState:
         """True if a part of it, the state of a callback, follows the steps late."""
         return any(name.startswith("train.callbacks") for name in self._stateful)
 
-    @property
-    def has_objects(self) -> bool:
-        """True if objects of the user's have a state."""
-        return bool(self._stateful)
-
     def adopt(self, objects: Mapping[str, Any]) -> None:
         """Save and restore the state of the user's objects; ConfigError if it cannot be saved."""
         self.objects |= objects

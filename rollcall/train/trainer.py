@@ -22,7 +22,7 @@ from rollcall.train.ranks.agreement import Action, FaultError, Members
 from rollcall.train.ranks.clock import clock
 from rollcall.train.ranks.run import Run
 from rollcall.train.recovery import lost_rank
-from rollcall.train.recovery.lost_rank import Absent, Back, GoOn, Kept
+from rollcall.train.recovery.lost_rank import Absent, GoOn, Kept
 from rollcall.train.state import TrainingState
 from rollcall.train.step import STATES, Steps
 from rollcall.train.task import Task
@@ -35,9 +35,9 @@ class Trainer:
         self, run: Run, task: Task, state: TrainingState, saver: Saver, members: Members
     ) -> None:
         self._run, self.task, self.state, self.saver = run, task, state, saver
-        self._absent = Absent.of(run, state, saver)
-        absent = [self._absent] if self._absent else []
-        self.steps = Steps(run, task, state, [saver, task, *members, *absent], saver.close)
+        self._absent = Absent(run, state, saver)
+        members = [saver, task, *members, self._absent]
+        self.steps = Steps(run, task, state, members, saver.close)
         self._recovery = self.steps.recovery
         self._audit: Audit | None = None
 
@@ -50,8 +50,8 @@ class Trainer:
         self._recovery.resume()
         if kept is not None:
             self.saver.recall()
-            step, facts = lost_rank.hand_over(kept, self.state, self._run.world)
-            self._continue_from(step, facts)
+            self._continue_from(*lost_rank.hand_over(kept, self.state, self._run.world))
+            step = self._run.progress.step
             self._run.record("resumed", step=step, from_memory=True)
             self._recovery.is_idle = False
             return True
@@ -67,26 +67,23 @@ class Trainer:
         try:
             return self._train()
         except Exception as error:
+            end = error if isinstance(error, GoOn) else GoOn()
             is_lost = LOST_PEER.search(failure.describe(error)) is not None
-            words = error.words if isinstance(error, Back) else 0
-            if self._absent and self._absent.may_go_on(is_lost, words):
-                raise GoOn(self._keep(), words) from None
+            if end is error or (is_lost and self._absent.may_go_on()):
+                self.saver.abandon()
+                step, is_whole = self._run.progress.step, self.steps.rewind()
+                state, facts = self.state.read_alone(), self.task.facts(step)
+                end.kept = Kept(step if is_whole else -1, state, facts)
+                raise end from None
             if is_lost:
                 self._rescue()
             raise
-
-    def _keep(self) -> Kept:
-        """Return the state after the newest step, and close what runs beside the training."""
-        self.saver.abandon()
-        step, is_whole = self._run.progress.step, self.steps.rewind()
-        return Kept(step if is_whole else -1, self.state.read_alone(), self.task.facts(step))
 
     def _train(self) -> State:
         if self.task.lacks_evaluation(self._run.progress.step):
             self._evaluate()
         action = self._steps_with_rollbacks()
-        if self._absent:
-            self._absent.end()
+        self._absent.end()
         step = self._run.progress.step
         self.state.meet(step)  # if a signal ended the steps before that
         self.saver.finish(step, **self.task.facts(step))
@@ -153,8 +150,7 @@ class Trainer:
     def _between(self, step: int) -> None:
         self.state.meet(step)
         self._tell_changed(step)
-        if self._absent:
-            self._absent.begin()
+        self._absent.begin()
         self.saver.prepare_rescue(self.state.read_alone)
         if self.task.is_evaluation_due(step):
             self.steps.settle(now=True)

@@ -67,7 +67,7 @@ def train(recipe: str, config: Config, world: World, signals: StopSignals) -> St
                 return _train(recipe, config, world, signals, kept)
             except GoOn as end:
                 config, kept, words = end.config or config, end.kept, end.words
-            world = world.again(words)
+            world = world.again(words)  # not before: what an exception holds is closed only now
     except SystemExit as error:  # its code, such as 0, would say how the run ended
         raise RuntimeError(failure.describe(error)) from error
 

@@ -41,9 +41,9 @@ MODULES: tuple[str, ...] = (
 MODULES += ("node/rendezvous", "node/batch_process", "batch/batch", "batch/placement")
 UNIT = {
     "runs/decision": ["runs/test_decision.py"],
-    "runs/restarts": ["node/test_restart_rules.py", "batch"],
+    "runs/restarts": ["batch/test_requeue.py"],
     "node/heartbeat": ["node/test_heartbeat.py", "-k", "not 10000"],
-    "batch/batch": ["batch"],
+    "batch/batch": ["batch/test_requeue.py"],
     "batch/placement": ["batch/test_placement.py"],
 }
 """The unit tests of a module; the largest jobs take most of their time, and show nothing else."""
@@ -176,6 +176,7 @@ def killer(copied: Path, module: str, seeds: int) -> str:
         except subprocess.TimeoutExpired:
             return f"{who} (hangs)"
         if done.returncode:
+            (copied / "killed.txt").write_bytes(done.stdout + done.stderr)
             return f"{who} (hangs)" if done.returncode == -signal.SIGXCPU else who
     return ""
 
@@ -218,6 +219,7 @@ def main(argv: Sequence[str]) -> int:
                 shutil.copy(part, copied)
         if who := next(filter(None, (killer(copied, module, 5) for module in UNIT)), ""):
             print(f"mutants: without a change, it fails already: {who}", file=sys.stderr)
+            print((copied / "killed.txt").read_text(errors="replace"), file=sys.stderr)
             return 2
         killed, survivors, began = Counter[str](), list[Mutant](), time.monotonic()
         for mutant in chosen(options.count, options.seed):

@@ -96,7 +96,11 @@ def start(options: Namespace) -> None:
     sys.stdout.flush()  # otherwise every rank would print what waits here
     gate, opener = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pids = [_fork(options, number, gate, opener) for number in range(options.nproc_per_node)]
-    spares = [_fork_spare(options, gate, opener) for _ in range(options.spares)]
+    spares: list[tuple[int, socket.socket]] = []  # each with where it waits for an order
+    for _ in range(options.spares):
+        own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        spares.append((_fork(options, None, *own, gate, opener), own[1]))
+        own[0].close()
     gate.close()
     receive(options)
     Path(options.log_dir).mkdir(parents=True, exist_ok=True)
@@ -108,7 +112,7 @@ def start(options: Namespace) -> None:
     with opener, contextlib.suppress(BrokenPipeError):  # all have died; _wait reports how
         for _ in pids:
             opener.send(order)
-    _wait(pids, options, store, Replacement(options, store, spares) if store and spares else None)
+    _wait(pids, options, store, spares)
     if store is not None:
         _record_if_alone(store, keys, options)
     _leave(store, options)
@@ -215,50 +219,6 @@ def environment(options: Namespace, local_rank: int) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
-class Replacement:
-    """Lets spare processes take the places of ranks that a signal has ended.
-
-    `rollcall/train/ranks/members.py` describes what is written to the store.
-    """
-
-    def __init__(
-        self, options: Namespace, store: "PrefixStore", spares: list[tuple[int, socket.socket]]
-    ) -> None:
-        self._options, self._spares = options, spares
-        self._store = PrefixStore(members.PREFIX, store.underlying_store)
-
-    def is_possible(self, code: int) -> bool:
-        """Return True if the other ranks could go on without a rank with this exit code."""
-        with contextlib.suppress(RuntimeError):  # the store's host has ended
-            return code < 0 and bool(self._spares) and self._store.check([members.READY])
-        return False
-
-    def replace(self, local_rank: int) -> int:
-        """Write down that a rank is lost; return the process that takes its place."""
-        options, (pid, opener) = self._options, self._spares.pop()
-        word = f"-{options.first_rank + local_rank} "
-        self._store.append(members.LOG, word)  # type: ignore[attr-defined]
-        order = {**vars(options), "local_rank": local_rank}
-        with opener:
-            opener.send(json.dumps(order).encode())
-        return pid
-
-    def end(self) -> None:
-        """Write down that no rank is replaced any more: all end."""
-        with contextlib.suppress(RuntimeError):
-            self._store.set(members.OVER, "")
-
-
-def _fork_spare(
-    options: Namespace, gate: socket.socket, opener: socket.socket
-) -> tuple[int, socket.socket]:
-    """Fork a process that waits for an order with the number of a rank; return its socket, too."""
-    own_gate, own_opener = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pid = _fork(options, None, own_gate, own_opener, gate, opener)
-    own_gate.close()
-    return pid, own_opener
-
-
 def _fork(
     options: Namespace, local_rank: int | None, gate: socket.socket, *others: socket.socket
 ) -> int:
@@ -289,8 +249,8 @@ def _fork(
 def _wait(
     pids: list[int],
     options: Namespace,
-    store: KeyValueStore | None,
-    replacement: Replacement | None = None,
+    store: "PrefixStore | None",
+    spares: list[tuple[int, socket.socket]],
 ) -> None:
     """Wait for the ranks; kill servers when all others have ended, all soon after a failure."""
     codes: dict[int, int] = {}  # by pid, in the order in which the ranks ended; -n for signal n
@@ -299,6 +259,7 @@ def _wait(
     shared, look = (store or _files(options)) if others else None, Every(SERVERS_LOOK)
     end, clock = math.inf, RunningClock()  # once a rank has failed, when the others are killed
     killed_before = process.memory_kills()
+    log = PrefixStore(members.PREFIX, store.underlying_store) if store and spares else None
     while len(codes) < len(pids):
         pid, status = os.waitpid(-1, 0 if end == math.inf and not shared else os.WNOHANG)
         if pid and pid not in pids:  # a spare process
@@ -308,22 +269,24 @@ def _wait(
             rank = options.first_rank + pids.index(pid)
             if shared:
                 shared.set(f"ended {rank}", "")
-            is_spared = replacement is not None and replacement.is_possible(code)
-            is_spared &= process.memory_kills() == killed_before
-            facts = RestartFacts(failed=has_failed(code), replaceable=is_spared)
+            is_killed = code < 0 and process.memory_kills() == killed_before
+            is_replaceable = is_killed and bool(log and spares and log.check([members.READY]))
+            facts = RestartFacts(failed=has_failed(code), replaceable=is_replaceable)
             rule = decide("ranks run" if end == math.inf else "ranks end", "rank ended", facts)
-            if rule.action == "replace the rank" and replacement is not None:
+            if rule.action == "replace the rank" and log:
+                log.append(members.LOG, f"-{rank} ")  # type: ignore[attr-defined]
+                (spare, order), place = spares.pop(), pids.index(pid)
+                order.send(json.dumps({**vars(options), "local_rank": place}).encode())
+                pids[place] = spare
                 del codes[pid]
-                pids[pids.index(pid)] = replacement.replace(pids.index(pid))
-                name = signal.Signals(-code).name if -code in set(signal.Signals) else -code
-                print(f"rank {rank} was ended by {name}; the others go on", file=sys.stderr)
+                print(f"rank {rank} was ended by signal {-code}; the others go on", file=sys.stderr)
                 continue
             record_end(options, rank, code)
             if rule.action == "fork the next ranks":
                 end = clock.read() + (rule.grace or 0)
                 os.write(options.serve, b"!")
-                if replacement is not None:
-                    replacement.end()
+                if log:
+                    log.set(members.OVER, "")
             if code > 0 and has_failed(code):  # it may have left by os._exit
                 record_failure(options, f"rank-{rank}", code, "", rank, replace=False)
         elif clock.read() > end:

@@ -1,8 +1,8 @@
 """The ranks that take part, while some are lost and come back: `faults.on_lost_rank=continue`.
 
-The parents of the ranks write a log to the store at which the ranks meet: -3 if rank 3 is lost, +3
-if a spare process has taken its place. Its first words, however many, say who takes part. Ranks
-that lose a peer form a group by the words up to the newest loss; a rank that is back waits until
+The parents of the ranks write a log to the store at which the ranks meet: -3 if rank 3 is lost; a
+spare process that takes its place adds +3. The first words of it, however many, say who takes part.
+Ranks that lose a peer form a group by the words up to the newest loss; one that is back waits until
 the others choose to go further, which they do together at the end of a step.
 """
 
@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -22,57 +21,34 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from rollcall.train.ranks.world import Place
 
-PREFIX = "rollcall/members"
-LOG, OVER, READY = "log", "over", "ready"
-"""Keys: the log; set if nobody takes a rank's place any more; set while ranks could go on."""
-CHOSEN = "chosen"
-"""The key of the numbers of words by which groups were formed, or nearly."""
+PREFIX, LOG, CHOSEN = "rollcall/members", "log", "chosen"
+"""Of the keys; the log; the numbers of words by which ranks wanted to form a group."""
+READY, OVER = "ready", "over"
+"""Keys: set while ranks could go on without one; set if nobody takes a rank's place any more."""
 SPARES, REPLACES = "ROLLCALL_SPARES", "ROLLCALL_REPLACES"
-"""Variables of a rank: how many spare processes its node began with; set in one that was spare."""
-LOOK = 0.002
-"""Seconds between two looks at the store."""
-PATIENCE, FORM = timedelta(seconds=60), timedelta(seconds=15)
+"""Variables of a rank whose node has spare processes, and of one that was one."""
+PATIENCE, FORM = 60.0, timedelta(seconds=15)
 """The time that ranks wait for each other, and for a group to form of those that have come."""
 
 
 class Members:
-    """Who takes part, as this rank sees it; it keeps the number that it had at the start."""
+    """Who takes part, as seen by a rank, which keeps the number that it had at the start."""
 
     def __init__(self, place: Place) -> None:
-        self._place = place
+        self._place, self.words = place, 0  # of the log, by which the present group was formed
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        server = dist.TCPStore(*address, is_master=False, timeout=PATIENCE, wait_for_workers=False)
-        self._store = dist.PrefixStore(PREFIX, server)
-        self.words = 0  # of the log, by which the present group was formed
+        # Any: the types of torch 2.14 do not know `append`.
+        self.store: Any = dist.PrefixStore(PREFIX, dist.TCPStore(*address, is_master=False))
+        if REPLACES in os.environ:
+            self.store.append(LOG, f"+{place.rank} ")
 
-    def get_ready(self, is_ready: bool) -> None:
-        """Tell the parents whether the ranks could train on without one of them."""
-        if is_ready:
-            self._store.set(READY, "")
-        else:
-            self._store.delete_key(READY)
-
-    def log(self) -> list[str]:
-        """Return the words of the log."""
-        return self._words(LOG)
-
-    def _words(self, key: str) -> list[str]:
-        return self._store.get(key).decode().split() if self._store.check([key]) else []
-
-    def of(self, words: int) -> list[int]:
-        """Return the ranks that take part by the first words of the log."""
-        ranks = set(range(self._place.world_size))
-        for word in self.log()[:words]:
-            ranks ^= {abs(int(word))}
-        return sorted(ranks)
+    def read(self, key: str = LOG) -> list[str]:
+        """Return the words of the log, or of another text."""
+        return self.store.get(key).decode().split() if self.store.check([key]) else []
 
     def is_lost(self) -> bool:
         """Wait until the parents say who is lost; return False if all ranks start again."""
         return self._wait(lambda: self._newest_loss() > self.words)
-
-    def come_back(self) -> None:
-        """Write this rank into the log, as the process that takes the place of a lost one."""
-        self._store.append(LOG, f"+{self._place.rank} ")  # type: ignore[attr-defined]
 
     def meet(self, words: int = 0) -> Place:
         """Form the group by so many words of the log, or more; return this rank's place in it.
@@ -81,46 +57,48 @@ class Members:
             RuntimeError: the others did not come.
         """
         self.words = words
-        while True:
-            if not self._wait(self._takes_part, math.inf):
-                raise RuntimeError(
-                    "Wait timeout: the ranks do not go on without those that are lost"
-                )
-            words, ranks = self.words, self.of(self.words)
-            self._store.append(CHOSEN, f"{words} ")  # type: ignore[attr-defined]
-            self._store.add(f"at {words}", 1)
-            if not self._wait(partial(self._has_come, words, len(ranks))):
-                raise RuntimeError("Wait timeout: not all of the other ranks came")
-            if self._newest_choice() > words:
+        while self._wait(self._takes_part, math.inf):
+            words, ranks = self.words, self._ranks(self.words)
+            self.store.append(CHOSEN, f"{words} ")
+            self.store.add(f"at {words}", 1)
+            if not self._wait(lambda: self._have_come(words, ranks) or self._is_old(words)):  # noqa: B023
+                break
+            if self._is_old(words):
                 continue
             place = replace(self._place, rank=ranks.index(self._place.rank), world_size=len(ranks))
             group: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size}
-            store = dist.PrefixStore(f"{words}", self._store)
+            store = dist.PrefixStore(f"{words}", self.store)
             try:
                 dist.init_process_group("gloo", store=store, timeout=FORM, **group)
                 return place
             except RuntimeError:
                 if not self.is_lost():
                     raise
+        raise RuntimeError("Wait timeout: not all of the ranks that are left came")
 
-    def _has_come(self, words: int, ranks: int) -> bool:
-        """Return True if all ranks of a group have come, or some will not."""
-        return self._store.add(f"at {words}", 0) == ranks or self._newest_choice() > words
+    def _ranks(self, words: int) -> list[int]:
+        ranks = set(range(self._place.world_size))
+        for word in self.read()[:words]:
+            ranks ^= {abs(int(word))}
+        return sorted(ranks)
 
     def _takes_part(self) -> bool:
-        self.words = max(self.words, self._newest_choice())
-        return self._place.rank in self.of(self.words)
+        self.words = max(self.words, self._newest_loss(), *map(int, self.read(CHOSEN)))
+        return self._place.rank in self._ranks(self.words)
+
+    def _have_come(self, words: int, ranks: list[int]) -> bool:
+        return bool(self.store.add(f"at {words}", 0) == len(ranks))
+
+    def _is_old(self, words: int) -> bool:
+        return max(self._newest_loss(), *map(int, self.read(CHOSEN))) > words
 
     def _newest_loss(self) -> int:
-        return max((at for at, word in enumerate(self.log(), 1) if word[0] == "-"), default=0)
+        return max((at for at, word in enumerate(self.read(), 1) if word[0] == "-"), default=0)
 
-    def _newest_choice(self) -> int:
-        return max(self._newest_loss(), *map(int, self._words(CHOSEN)), 0)
-
-    def _wait(self, is_true: Callable[[], bool], seconds: float = PATIENCE.total_seconds()) -> bool:
+    def _wait(self, is_true: Callable[[], bool], seconds: float = PATIENCE) -> bool:
         end = time.monotonic() + seconds
         while not is_true():
-            if time.monotonic() > end or self._store.check([OVER]):
+            if time.monotonic() > end or self.store.check([OVER]):
                 return False
-            time.sleep(LOOK)
+            time.sleep(0.002)
         return True

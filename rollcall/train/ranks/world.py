@@ -163,7 +163,6 @@ class World:
         if os.environ.get(SPARES) and world.device.type == "cpu":
             world.members = Members(place)
             if REPLACES in os.environ:
-                world.members.come_back()
                 return world.again()
         given: dict[str, Any] = {"backend": "gloo"}
         if world.device.type == "cuda":  # NCCL connects now, also for the groups of a mesh
@@ -273,10 +272,7 @@ class World:
         dist.all_reduce(torch.zeros(1))
 
     def again(self, words: int = 0) -> World:
-        """Return the world of the ranks that take part now; see `Members.meet`.
-
-        Other ranks wait for this one until its part of the group before is closed.
-        """
+        """Return the world of the ranks that take part now; see `Members.meet`."""
         assert self.members is not None
         if dist.is_initialized():
             torch_private.abort()
