@@ -277,13 +277,11 @@ def _check_conflicts(config: Config) -> None:
         "computes the gradients of inputs and weights together, but parallel.schedule="
         f"{parallel.schedule_name} computes them separately; choose parallel.schedule=interleaved"
     )
-    goes_on = config.faults.on_lost_rank == "continue"
-    is_whole = parallel.strategy == "ddp" and not parallel.mesh and not config.exact
-    is_whole &= not is_apart and not config.checkpoint.local
-    only_ddp = "works only with parallel.strategy=ddp, without parallel.mesh, parallel.sync, "
-    only_ddp += "checkpoint.local and exact=true; remove the key"
+    goes_on, local = config.faults.on_lost_rank == "continue", config.checkpoint.local
+    others = parallel.strategy != "ddp" or parallel.mesh or is_apart or config.exact or local
+    only_ddp = "works only with ddp, without parallel.mesh, parallel.sync, exact, checkpoint.local"
     for key, is_conflict, reason in (
-        ("faults.on_lost_rank=continue", goes_on and not is_whole, only_ddp),
+        ("faults.on_lost_rank=continue", goes_on and others, only_ddp),
         ("model.sync_batchnorm=true", model.sync_batchnorm and cut, on_mesh),
         ("model.channels_last=true", model.channels_last and cut, on_mesh),
         ("precision=fp8", config.precision == "fp8" and "tensor" in cut, on_mesh),

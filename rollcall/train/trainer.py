@@ -42,17 +42,13 @@ class Trainer:
         self._audit: Audit | None = None
 
     def resume(self, kept: Kept | None = None) -> bool:
-        """Continue from the newest checkpoint, if there is one; return whether there is.
-
-        If a rank has kept a state in memory, continue from the newest of those; `kept` is ours.
-        """
+        """Continue from the newest state that ranks `kept`, or checkpoint; False without one."""
         self.task.identify(resumes=self.saver.open())
         self._recovery.resume()
         if kept is not None:
             self.saver.recall()
             self._continue_from(*lost_rank.hand_over(kept, self.state, self._run.world))
-            step = self._run.progress.step
-            self._run.record("resumed", step=step, from_memory=True)
+            self._run.record("resumed", step=self._run.progress.step, from_memory=True)
             self._recovery.is_idle = False
             return True
         if checkpoint := self._load():
@@ -70,10 +66,10 @@ class Trainer:
             end = error if isinstance(error, GoOn) else GoOn()
             is_lost = LOST_PEER.search(failure.describe(error)) is not None
             if end is error or (is_lost and self._absent.may_go_on()):
-                self.saver.abandon()
+                self.saver.checkpoints.abandon()
                 step, is_whole = self._run.progress.step, self.steps.rewind()
-                state, facts = self.state.read_alone(), self.task.facts(step)
-                end.kept = Kept(step if is_whole else -1, state, facts)
+                parts = self.state.read_alone(), self.task.facts(step)
+                end.kept = Kept(step if is_whole else -1, *parts)
                 raise end from None
             if is_lost:
                 self._rescue()

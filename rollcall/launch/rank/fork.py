@@ -19,6 +19,7 @@ import weakref
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rollcall.cli.installation import USER_PROGRAM, training_words
 from rollcall.launch.frameworks import TABLE, roles
@@ -50,6 +51,8 @@ SERVERS_LOOK = 0.5
 """Seconds between two questions of a node with servers whether all other ranks have ended."""
 SPARES = 3
 """Spare processes of a node that could take the places of lost ranks, one after the other."""
+Spare = tuple[int, socket.socket]
+"""Its process, and the socket at which it waits for an order."""
 LEAVE_LOOK = 10.0
 """Seconds between two looks at the records of nodes whose ranks have not said that they end."""
 
@@ -96,7 +99,7 @@ def start(options: Namespace) -> None:
     sys.stdout.flush()  # otherwise every rank would print what waits here
     gate, opener = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pids = [_fork(options, number, gate, opener) for number in range(options.nproc_per_node)]
-    spares: list[tuple[int, socket.socket]] = []  # each with where it waits for an order
+    spares: list[Spare] = []
     for _ in range(options.spares):
         own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         spares.append((_fork(options, None, *own, gate, opener), own[1]))
@@ -246,12 +249,7 @@ def _fork(
     return pid
 
 
-def _wait(
-    pids: list[int],
-    options: Namespace,
-    store: "PrefixStore | None",
-    spares: list[tuple[int, socket.socket]],
-) -> None:
+def _wait(pids: list[int], options: Namespace, store: Any, spares: list[Spare]) -> None:
     """Wait for the ranks; kill servers when all others have ended, all soon after a failure."""
     codes: dict[int, int] = {}  # by pid, in the order in which the ranks ended; -n for signal n
     servers = set[int]()  # those killed when all others had ended
@@ -259,7 +257,7 @@ def _wait(
     shared, look = (store or _files(options)) if others else None, Every(SERVERS_LOOK)
     end, clock = math.inf, RunningClock()  # once a rank has failed, when the others are killed
     killed_before = process.memory_kills()
-    log = PrefixStore(members.PREFIX, store.underlying_store) if store and spares else None
+    log: Any = store and spares and PrefixStore(members.PREFIX, store.underlying_store)
     while len(codes) < len(pids):
         pid, status = os.waitpid(-1, 0 if end == math.inf and not shared else os.WNOHANG)
         if pid and pid not in pids:  # a spare process
@@ -270,11 +268,11 @@ def _wait(
             if shared:
                 shared.set(f"ended {rank}", "")
             is_killed = code < 0 and process.memory_kills() == killed_before
-            is_replaceable = is_killed and bool(log and spares and log.check([members.READY]))
-            facts = RestartFacts(failed=has_failed(code), replaceable=is_replaceable)
+            is_spared = is_killed and log and spares and log.check([members.READY])
+            facts = RestartFacts(failed=has_failed(code), replaceable=bool(is_spared))
             rule = decide("ranks run" if end == math.inf else "ranks end", "rank ended", facts)
-            if rule.action == "replace the rank" and log:
-                log.append(members.LOG, f"-{rank} ")  # type: ignore[attr-defined]
+            if rule.action == "replace the rank":
+                log.append(members.LOG, f"-{rank} ")
                 (spare, order), place = spares.pop(), pids.index(pid)
                 order.send(json.dumps({**vars(options), "local_rank": place}).encode())
                 pids[place] = spare

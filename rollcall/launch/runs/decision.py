@@ -29,16 +29,10 @@ RestartEvent = (
 )
 RestartAction = (
     Literal["wait", "pass the signal on", "end the ranks", "kill the ranks", "end the step"]
-    | Literal[
-        "replace the rank",
-        "fork the next ranks",
-        "start again",
-        "start elsewhere",
-        "requeue",
-        "take over",
-    ]
+    | Literal["fork the next ranks", "start again", "start elsewhere", "requeue", "take over"]
     | Literal["save the run", "wait for the head", "cancel the job", "stand aside", "end"]
     | Literal["end as done", "end as stopped", "give up", "give way", "leave", "fail"]
+    | Literal["replace the rank"]
 )
 
 

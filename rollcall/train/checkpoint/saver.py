@@ -214,16 +214,6 @@ class Saver:
                 print(f"rollcall: {text}", file=sys.stderr, flush=True)
                 self._run.run_dir.record("rescued", step=step, rank=self._run.world.rank)
 
-    @property
-    def is_busy(self) -> bool:
-        """True while a save is in flight; after each `settle`, all ranks agree."""
-        return any(tier.busy for tier in self._tiers())
-
-    def abandon(self) -> None:
-        """Drop the save in flight, alone, because the ranks go on in another group."""
-        for tier in self._tiers():
-            tier.abandon()
-
     def recall(self) -> None:
         """Find out what was saved last, without loading it; all ranks call it together."""
         self.checkpoints.clean()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -37,10 +38,9 @@ class Members:
     def __init__(self, place: Place) -> None:
         self._place, self.words = place, 0  # of the log, by which the present group was formed
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # Any: the types of torch 2.14 do not know `append`.
         self.store: Any = dist.PrefixStore(PREFIX, dist.TCPStore(*address, is_master=False))
         if REPLACES in os.environ:
-            self.store.append(LOG, f"+{place.rank} ")
+            self.store.append(LOG, f"+{place.rank} ")  # type: ignore[attr-defined]
 
     def read(self, key: str = LOG) -> list[str]:
         """Return the words of the log, or of another text."""
@@ -57,13 +57,14 @@ class Members:
             RuntimeError: the others did not come.
         """
         self.words = words
-        while self._wait(self._takes_part, math.inf):
-            words, ranks = self.words, self._ranks(self.words)
+        while self._wait(lambda: self._place.rank in self._ranks(self._newest()), math.inf):
+            words = self.words = self._newest()
+            ranks = self._ranks(words)
             self.store.append(CHOSEN, f"{words} ")
             self.store.add(f"at {words}", 1)
-            if not self._wait(lambda: self._have_come(words, ranks) or self._is_old(words)):  # noqa: B023
+            if not self._wait(partial(self._have_come, words, len(ranks))):
                 break
-            if self._is_old(words):
+            if self._newest() > words:
                 continue
             place = replace(self._place, rank=ranks.index(self._place.rank), world_size=len(ranks))
             group: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size}
@@ -82,15 +83,12 @@ class Members:
             ranks ^= {abs(int(word))}
         return sorted(ranks)
 
-    def _takes_part(self) -> bool:
-        self.words = max(self.words, self._newest_loss(), *map(int, self.read(CHOSEN)))
-        return self._place.rank in self._ranks(self.words)
+    def _newest(self) -> int:
+        return max(self.words, self._newest_loss(), *map(int, self.read(CHOSEN)))
 
-    def _have_come(self, words: int, ranks: list[int]) -> bool:
-        return bool(self.store.add(f"at {words}", 0) == len(ranks))
-
-    def _is_old(self, words: int) -> bool:
-        return max(self._newest_loss(), *map(int, self.read(CHOSEN))) > words
+    def _have_come(self, words: int, ranks: int) -> bool:
+        """Return True if all ranks of a group have come, or it is too late for that."""
+        return self._newest() > words or self.store.add(f"at {words}", 0) == ranks
 
     def _newest_loss(self) -> int:
         return max((at for at, word in enumerate(self.read(), 1) if word[0] == "-"), default=0)

@@ -1,8 +1,6 @@
-"""Train on in the other ranks when one is lost, with the state that they have in memory.
+"""Train on without a rank that is lost, with the state that the others have in memory.
 
-A rank that loses a peer unwinds to `training.train` with its newest state, and builds all parts
-again for the ranks that are left. It does so once more when a spare process comes in the place of
-the lost rank, which gets the state from a peer.
+They unwind to `training.train` and build all parts again, and once more when the rank is back.
 """
 
 from collections.abc import Mapping
@@ -42,30 +40,21 @@ class GoOn(Exception):
         self.config: Config | None = None  # of the run
 
 
-@dataclass(frozen=True)
-class NewWords:
-    """The number of words in the log, if there are new ones, for the first rank; otherwise 0."""
-
-    count: float
-
-
 class Absent:
     """The member of the step that looks whether a lost rank is back; without a store it is off."""
 
     def __init__(self, run: Run, state: TrainingState, saver: Saver) -> None:
-        self._members = run.world.members
-        if run.config.faults.on_lost_rank == "restart":
-            self._members = None
-        self._is_main, self._state, self._saver = run.world.is_main, state, saver
-        self._is_ready = False
+        self._members, self._is_main = run.world.members, run.world.is_main
+        self._state, self._saver = state, saver
+        self._is_ready: bool | None = None  # None before the first step
 
     def begin(self) -> None:
         """Note that a step has ended: from now on, ranks can go on without one."""
-        if self._members is None or self._is_ready or OBJECTS in self._state.read_alone():
-            return  # another process would not have the state of objects
-        self._is_ready = True
-        if self._is_main:
-            self._members.store.set(READY, "")
+        if self._members and self._is_ready is None:
+            # Another process would not have the state of objects.
+            self._is_ready = OBJECTS not in self._state.read_alone()
+            if self._is_ready and self._is_main:
+                self._members.store.set(READY, "")
 
     def end(self) -> None:
         """Note that the steps have ended, after which a lost rank ends the others."""
@@ -76,19 +65,19 @@ class Absent:
     def may_go_on(self) -> bool:
         """Return True if the parents of the ranks say so, after one was lost."""
         try:
-            return self._members is not None and self._is_ready and self._members.is_lost()
+            return bool(self._members and self._is_ready and self._members.is_lost())
         except dist.DistError:  # the node with the store is lost
             return False
 
-    def report(self) -> NewWords:
-        """Look into the log."""
+    def report(self) -> dict[str, float]:
+        """Return the number of words in the log, on rank 0 and if there are new ones."""
         count = len(self._members.read()) if self._members and self._is_main else 0
-        return NewWords(count if self._members and count > self._members.words else 0)
+        return {"words": count if self._members and count > self._members.words else 0}
 
-    def settle(self, step: Step, agreed: NewWords) -> Action:
+    def settle(self, step: Step, agreed: dict[str, float]) -> Action:
         """End the steps if a rank is back; it can wait for a save in flight."""
-        if agreed.count and not step.is_skipped and not self._saver.is_busy:
-            raise GoOn(int(agreed.count))
+        if agreed["words"] and not step.is_skipped and not self._saver.checkpoints.busy:
+            raise GoOn(int(agreed["words"]))
         return Action.CONTINUE
 
 
