@@ -13,6 +13,7 @@ from rollcall.records.attempt import LOST_PEER
 from rollcall.records.run_dir import FencedError, State
 from rollcall.system.process import RESCUE
 from rollcall.train import changes
+from rollcall.train.checkpoint.contents import OBJECTS
 from rollcall.train.checkpoint.engine import Restored
 from rollcall.train.checkpoint.saver import Saver
 from rollcall.train.health import rows
@@ -21,8 +22,9 @@ from rollcall.train.ranks import failure
 from rollcall.train.ranks.agreement import Action, FaultError, Members
 from rollcall.train.ranks.clock import clock
 from rollcall.train.ranks.run import Run
+from rollcall.train.ranks.stop import GoOn
 from rollcall.train.recovery import lost_rank
-from rollcall.train.recovery.lost_rank import Absent, GoOn, Kept
+from rollcall.train.recovery.lost_rank import Kept
 from rollcall.train.state import TrainingState
 from rollcall.train.step import STATES, Steps
 from rollcall.train.task import Task
@@ -35,9 +37,7 @@ class Trainer:
         self, run: Run, task: Task, state: TrainingState, saver: Saver, members: Members
     ) -> None:
         self._run, self.task, self.state, self.saver = run, task, state, saver
-        self._absent = Absent(run, state, saver)
-        members = [saver, task, *members, self._absent]
-        self.steps = Steps(run, task, state, members, saver.close)
+        self.steps = Steps(run, task, state, [saver, task, *members], saver.close)
         self._recovery = self.steps.recovery
         self._audit: Audit | None = None
 
@@ -63,23 +63,23 @@ class Trainer:
         try:
             return self._train()
         except Exception as error:
-            end = error if isinstance(error, GoOn) else GoOn()
-            is_lost = LOST_PEER.search(failure.describe(error)) is not None
-            if end is error or (is_lost and self._absent.may_go_on()):
-                self.saver.checkpoints.abandon()
-                step, is_whole = self._run.progress.step, self.steps.rewind()
-                parts = self.state.read_alone(), self.task.facts(step)
-                end.kept = Kept(step if is_whole else -1, *parts)
-                raise end from None
-            if is_lost:
-                self._rescue()
-            raise
+            is_lost, members = LOST_PEER.search(failure.describe(error)), self._run.world.members
+            has_objects = bool(is_lost and members) and OBJECTS in self.state.read_alone()
+            if isinstance(error, GoOn):
+                self.saver.close()
+            elif not (is_lost and members) or has_objects or not members.is_lost():
+                if is_lost:
+                    self._rescue()
+                raise
+            self.saver.checkpoints.abandon()
+            step, is_whole = self._run.progress.step, self.steps.rewind()
+            parts = self.state.read_alone(), self.task.facts(step)
+            raise GoOn(Kept(step if is_whole else -1, *parts)) from None
 
     def _train(self) -> State:
         if self.task.lacks_evaluation(self._run.progress.step):
             self._evaluate()
         action = self._steps_with_rollbacks()
-        self._absent.end()
         step = self._run.progress.step
         self.state.meet(step)  # if a signal ended the steps before that
         self.saver.finish(step, **self.task.facts(step))
@@ -146,7 +146,6 @@ class Trainer:
     def _between(self, step: int) -> None:
         self.state.meet(step)
         self._tell_changed(step)
-        self._absent.begin()
         self.saver.prepare_rescue(self.state.read_alone)
         if self.task.is_evaluation_due(step):
             self.steps.settle(now=True)

@@ -46,10 +46,10 @@ from rollcall.train.ranks.device import chip_name
 from rollcall.train.ranks.meeting import Failed
 from rollcall.train.ranks.run import Run
 from rollcall.train.ranks.signals import StopSignals
-from rollcall.train.ranks.stop import Stop
+from rollcall.train.ranks.stop import GoOn, Stop
 from rollcall.train.ranks.world import World
 from rollcall.train.recovery import memory, micro_batch
-from rollcall.train.recovery.lost_rank import GoOn, Kept
+from rollcall.train.recovery.lost_rank import Kept
 from rollcall.train.recovery.micro_batch import Trial
 from rollcall.train.state import TrainingState
 from rollcall.train.task import Task
@@ -59,15 +59,14 @@ from rollcall.train.weights.start import Start, start
 
 def train(recipe: str, config: Config, world: World, signals: StopSignals) -> State:
     """Train to the end or to a stop, in a world that this process has joined."""
-    # A process that takes a lost rank's place has no state; the others have it.
-    kept = Kept() if world.members and world.members.words else None
+    kept = Kept() if world.members and world.members.is_new else None
     try:
         while True:
             try:
                 return _train(recipe, config, world, signals, kept)
             except GoOn as end:
-                config, kept, words = end.config or config, end.kept, end.words
-            world = world.again(words)  # not before: what an exception holds is closed only now
+                (kept,) = end.args
+            world = world.again()  # not before: what an exception holds is closed only now
     except SystemExit as error:  # its code, such as 0, would say how the run ended
         raise RuntimeError(failure.describe(error)) from error
 
@@ -114,10 +113,7 @@ def _train(
             profiler.after_step()  # as the first one may be profiled
             state = trainer.train()
         weights = parts.recorder.end(trainer.state.read()["model"]) if run.config.exact else ""
-    except FencedError:  # the files of the run belong to another attempt now
-        raise
-    except GoOn as end:
-        end.config = run.config  # with the name that rank 0 has given it
+    except (FencedError, GoOn):  # the files of the run belong to another attempt now, or group
         raise
     except (Exception, SystemExit) as error:
         failure.tell_run(run.run_dir, world.rank, error)

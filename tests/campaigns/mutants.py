@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import copy
 import difflib
 import os
 import random
@@ -81,18 +80,24 @@ class Mutant:
         return "\n".join([f"{self.module}.py, line {self.line}: {self.how}", *self.changed])
 
 
-def mutants(module: str) -> Iterator[Mutant]:
-    """Yield all mutants of a module of rollcall/launch."""
-    tree = ast.parse((ROOT / "rollcall" / "launch" / f"{module}.py").read_text())
-    before = ast.unparse(tree)
-    for place, node in enumerate(ast.walk(tree)):
-        for how, change in changes(node):
-            other = copy.deepcopy(tree)
-            changed = next(one for at, one in enumerate(ast.walk(other)) if at == place)
-            change(changed)
-            after = ast.unparse(other)
-            if after != before:
-                yield Mutant(module, how, getattr(node, "lineno", 0), before, after)
+def places(module: str) -> Iterator[tuple[str, int, int]]:
+    """Yield where a module can change: the module, a node of its tree, a change of the node."""
+    for at, node in enumerate(ast.walk(_tree(module))):
+        yield from ((module, at, number) for number, _ in enumerate(changes(node)))
+
+
+def mutant(module: str, at: int, number: int) -> Mutant:
+    """Make the mutant of a place."""
+    tree = _tree(module)
+    before, node = ast.unparse(tree), list(ast.walk(tree))[at]
+    how, change = list(changes(node))[number]
+    line = getattr(node, "lineno", 0)
+    change(node)
+    return Mutant(module, how, line, before, ast.unparse(tree))
+
+
+def _tree(module: str) -> ast.Module:
+    return ast.parse((ROOT / "rollcall" / "launch" / f"{module}.py").read_text())
 
 
 def changes(node: ast.AST) -> Iterator[tuple[str, Callable[[Any], object]]]:
@@ -152,12 +157,9 @@ def _swap(field: str, at: int, node: ast.AST) -> None:
 
 
 def chosen(count: int, seed: int) -> list[Mutant]:
-    """Choose mutants, of each module the same share of what it has."""
-    every = [mutant for module in MODULES for mutant in mutants(module)]
-    return sorted(
-        random.Random(seed).sample(every, min(count, len(every))),
-        key=lambda mutant: (mutant.module, mutant.line),
-    )
+    """Choose mutants at random, in the order of their modules."""
+    every = [place for module in MODULES for place in places(module)]
+    return [mutant(*place) for place in sorted(random.Random(seed).sample(every, count))]
 
 
 def killer(copied: Path, module: str, seeds: int) -> str:
@@ -222,21 +224,21 @@ def main(argv: Sequence[str]) -> int:
             print((copied / "killed.txt").read_text(errors="replace"), file=sys.stderr)
             return 2
         killed, survivors, began = Counter[str](), list[Mutant](), time.monotonic()
-        for mutant in chosen(options.count, options.seed):
-            if options.only and options.only not in mutant.module:
+        for one in chosen(options.count, options.seed):
+            if options.only and options.only not in one.module:
                 continue
-            if any(line[1:].strip() in EQUIVALENT for line in mutant.changed):
+            if any(line[1:].strip() in EQUIVALENT for line in one.changed):
                 continue
-            path = copied / "rollcall" / "launch" / f"{mutant.module}.py"
+            path = copied / "rollcall" / "launch" / f"{one.module}.py"
             original = path.read_text()
-            path.write_text(mutant.after)
-            who = killer(copied, mutant.module, options.seeds)
+            path.write_text(one.after)
+            who = killer(copied, one.module, options.seeds)
             path.write_text(original)
-            print(f"{who or 'SURVIVED'}: {mutant}", flush=True)
+            print(f"{who or 'SURVIVED'}: {one}", flush=True)
             if who:
                 killed[who] += 1
             else:
-                survivors.append(mutant)
+                survivors.append(one)
     total = killed.total() + len(survivors)
     share = killed.total() / max(1, total)
     by = ", ".join(f"{count} by {who}" for who, count in killed.most_common())

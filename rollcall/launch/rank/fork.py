@@ -258,6 +258,7 @@ def _wait(pids: list[int], options: Namespace, store: Any, spares: list[Spare]) 
     end, clock = math.inf, RunningClock()  # once a rank has failed, when the others are killed
     killed_before = process.memory_kills()
     log: Any = store and spares and PrefixStore(members.PREFIX, store.underlying_store)
+    lost, until = None, 0.0  # the newest rank that was replaced, and its code; how long it counts
     while len(codes) < len(pids):
         pid, status = os.waitpid(-1, 0 if end == math.inf and not shared else os.WNOHANG)
         if pid and pid not in pids:  # a spare process
@@ -268,8 +269,7 @@ def _wait(pids: list[int], options: Namespace, store: Any, spares: list[Spare]) 
             if shared:
                 shared.set(f"ended {rank}", "")
             is_killed = code < 0 and process.memory_kills() == killed_before
-            is_spared = is_killed and log and spares and log.check([members.READY])
-            facts = RestartFacts(failed=has_failed(code), replaceable=bool(is_spared))
+            facts = RestartFacts(has_failed(code), replaceable=bool(is_killed and log and spares))
             rule = decide("ranks run" if end == math.inf else "ranks end", "rank ended", facts)
             if rule.action == "replace the rank":
                 log.append(members.LOG, f"-{rank} ")
@@ -277,14 +277,18 @@ def _wait(pids: list[int], options: Namespace, store: Any, spares: list[Spare]) 
                 order.send(json.dumps({**vars(options), "local_rank": place}).encode())
                 pids[place] = spare
                 del codes[pid]
+                lost, until = (rank, code), clock.read() + members.PATIENCE
                 print(f"rank {rank} was ended by signal {-code}; the others go on", file=sys.stderr)
                 continue
+            if lost and has_failed(code) and clock.read() < until:
+                record_end(options, *lost)  # the others did not go on: it is the cause
+                lost = None
+            if log:  # too late to replace another one
+                log.set(members.OVER, "")
             record_end(options, rank, code)
             if rule.action == "fork the next ranks":
                 end = clock.read() + (rule.grace or 0)
                 os.write(options.serve, b"!")
-                if log:
-                    log.set(members.OVER, "")
             if code > 0 and has_failed(code):  # it may have left by os._exit
                 record_failure(options, f"rank-{rank}", code, "", rank, replace=False)
         elif clock.read() > end:

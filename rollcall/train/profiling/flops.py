@@ -19,8 +19,8 @@ from rollcall.train.torch_private import READ_NUMBER, TorchDispatchMode, tree_le
 META = torch.device("meta")
 MOST_READS = 5_000
 """Numbers that a model may read: `while error > tolerance` would never end without values."""
-_newest: dict[str, "tuple[Operations, Operations]"] = {}
-"""What one model costs, by its configuration: ranks build it again when another one is lost."""
+_newest: dict[str, list["Operations"]] = {}
+"""Of one sample and two, by the configuration: ranks build the model again if one is lost."""
 
 
 class Operations(NamedTuple):
@@ -54,12 +54,11 @@ def factors(
         return figures, "flops_per_second is not logged: a step trains one of several networks"
     try:
         if (key := config.model_dump_json()) not in _newest:
-            _newest.clear()
             both = example, Batch.joined([example, example])
-            single, double = (operations_of(model, batch, loss) for batch in both)
-            _newest[key] = single, double
+            _newest.clear()
+            _newest[key] = [operations_of(model, batch, loss) for batch in both]
         count, share = len(example.weights), passes / config.data.global_batch
-        of_model, recomputed = _per_sample(*_newest[key], count, share)
+        of_model, recomputed = _per_sample(_newest[key], count, share)
     except Exception as error:  # the model's code may raise anything
         text = str(error).strip().partition("\n")[0] or type(error).__name__
         return figures, f"flops_per_second is not logged: it cannot compute without values: {text}"
@@ -72,9 +71,7 @@ def factors(
     return figures, ""
 
 
-def _per_sample(
-    single: Operations, double: Operations, count: int, passes: float
-) -> tuple[float, float]:
+def _per_sample(counted: list[Operations], count: int, passes: float) -> tuple[float, float]:
     """Return the operations for a sample: of the model, and recomputed.
 
     The difference of two numbers of samples shows what a pass costs anyway, such as an orthogonal
@@ -82,7 +79,7 @@ def _per_sample(
     """
     forward, backward, again = (
         (more - some) / count + (2 * some - more) * passes
-        for some, more in zip(single, double, strict=True)
+        for some, more in zip(*counted, strict=True)
     )
     return forward + backward, again
 

@@ -27,7 +27,7 @@ from rollcall.config import ConfigError
 from rollcall.system import fabric, guard, hosts
 from rollcall.system.process import die_with_parent
 from rollcall.train import torch_private
-from rollcall.train.ranks.members import REPLACES, SPARES, Members
+from rollcall.train.ranks.members import SPARES, Members
 from rollcall.train.ranks.signals import await_lost_node
 from rollcall.train.torch_private import BatchNorm
 
@@ -162,7 +162,7 @@ class World:
             )
         if os.environ.get(SPARES) and world.device.type == "cpu":
             world.members = Members(place)
-            if REPLACES in os.environ:
+            if world.members.is_new:
                 return world.again()
         given: dict[str, Any] = {"backend": "gloo"}
         if world.device.type == "cuda":  # NCCL connects now, also for the groups of a mesh
@@ -271,12 +271,12 @@ class World:
         """Wait until every rank has called this."""
         dist.all_reduce(torch.zeros(1))
 
-    def again(self, words: int = 0) -> World:
+    def again(self) -> World:
         """Return the world of the ranks that take part now; see `Members.meet`."""
         assert self.members is not None
         if dist.is_initialized():
             torch_private.abort()
-        World.joined = world = World(self.members.meet(words), self.device)
+        World.joined = world = World(self.members.meet(), self.device)
         torch_private.set_timeout(JOIN_TIMEOUT)
         world.members = self.members
         return world
