@@ -386,8 +386,7 @@ class Faults(Section):
     divergence: Literal["warn", "stop", "off"] = "warn"
     """Action if ranks that should hold the same weights do not."""
     on_lost_rank: Literal["restart", "continue"] = "restart"
-    """Action if a signal ends a rank: restart all ranks; or continue with the other replicas, while
-    a spare process takes its place (docs/reliability.md)."""
+    """Action if a signal ends a rank: restart all, or continue without it until it is replaced."""
 
 
 class Parallel(Section):

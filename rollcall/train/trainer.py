@@ -2,10 +2,9 @@
 
 import gc
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from rollcall.config import ConfigError
 from rollcall.messages.text import listed
@@ -23,8 +22,7 @@ from rollcall.train.ranks.agreement import Action, FaultError, Members
 from rollcall.train.ranks.clock import clock
 from rollcall.train.ranks.run import Run
 from rollcall.train.ranks.stop import GoOn
-from rollcall.train.recovery import lost_rank
-from rollcall.train.recovery.lost_rank import Kept
+from rollcall.train.recovery.lost_rank import Kept, hand_over
 from rollcall.train.state import TrainingState
 from rollcall.train.step import STATES, Steps
 from rollcall.train.task import Task
@@ -46,8 +44,9 @@ class Trainer:
         self.task.identify(resumes=self.saver.open())
         self._recovery.resume()
         if kept is not None:
-            self.saver.recall()
-            self._continue_from(*lost_rank.hand_over(kept, self.state, self._run.world))
+            self.saver.resume(loads=False)
+            self._run.progress.step, facts = hand_over(kept, self.state, self._run.world)
+            self.task.continue_from(self._run.progress.step, facts)
             self._run.record("resumed", step=self._run.progress.step, from_memory=True)
             self._recovery.is_idle = False
             return True
@@ -64,17 +63,16 @@ class Trainer:
             return self._train()
         except Exception as error:
             is_lost, members = LOST_PEER.search(failure.describe(error)), self._run.world.members
-            has_objects = bool(is_lost and members) and OBJECTS in self.state.read_alone()
+            state = self.state.read_alone() if members else {}
             if isinstance(error, GoOn):
                 self.saver.close()
-            elif not (is_lost and members) or has_objects or not members.is_lost():
+            elif not (is_lost and members and OBJECTS not in state and members.is_lost()):
                 if is_lost:
                     self._rescue()
                 raise
             self.saver.checkpoints.abandon()
             step, is_whole = self._run.progress.step, self.steps.rewind()
-            parts = self.state.read_alone(), self.task.facts(step)
-            raise GoOn(Kept(step if is_whole else -1, *parts)) from None
+            raise GoOn(Kept(step if is_whole else -1, state, self.task.facts(step))) from None
 
     def _train(self) -> State:
         if self.task.lacks_evaluation(self._run.progress.step):
@@ -187,13 +185,10 @@ class Trainer:
 
     def _load(self) -> Restored | None:
         if checkpoint := self.saver.resume():
-            self._continue_from(checkpoint.step, checkpoint.engine.facts)
+            self._run.progress.step = checkpoint.step
+            self.task.continue_from(checkpoint.step, checkpoint.engine.facts)
             self.state.load(checkpoint.state, checkpoint.step)
         return checkpoint
-
-    def _continue_from(self, step: int, facts: Mapping[str, Any]) -> None:
-        self._run.progress.step = step
-        self.task.continue_from(step, facts)
 
 
 @contextmanager

@@ -44,6 +44,7 @@ from rollcall.train.ranks.agreement import Member
 from rollcall.train.ranks.deadline import Deadline
 from rollcall.train.ranks.device import chip_name
 from rollcall.train.ranks.meeting import Failed
+from rollcall.train.ranks.members import REPLACES
 from rollcall.train.ranks.run import Run
 from rollcall.train.ranks.signals import StopSignals
 from rollcall.train.ranks.stop import GoOn, Stop
@@ -59,7 +60,7 @@ from rollcall.train.weights.start import Start, start
 
 def train(recipe: str, config: Config, world: World, signals: StopSignals) -> State:
     """Train to the end or to a stop, in a world that this process has joined."""
-    kept = Kept() if world.members and world.members.is_new else None
+    kept = Kept() if REPLACES in os.environ else None  # the other ranks have the state
     try:
         while True:
             try:
@@ -71,9 +72,7 @@ def train(recipe: str, config: Config, world: World, signals: StopSignals) -> St
         raise RuntimeError(failure.describe(error)) from error
 
 
-def _train(
-    recipe: str, config: Config, world: World, signals: StopSignals, kept: Kept | None = None
-) -> State:
+def _train(recipe: str, config: Config, world: World, signals: StopSignals, kept: Any) -> State:
     started = time.perf_counter()
     run = memory.with_proposal(_named(recipe, config, world))
     if is_searched := run.config.data.micro_batch == "auto":
@@ -242,10 +241,10 @@ def _build(run: Run, signals: StopSignals, checks: bool = True) -> _Parts:
     phases = PhaseTimes(run, profiler.plan)
     metrics = Metrics(run, task, factors, phases.fields)
     replicas = Replicas(run, strategy)
-    members: list[Member[Any]] = [stop, phases, metrics, replicas, callbacks]
+    members: list[Member[Any]] = [phases, metrics, replicas, callbacks]
     if strategy.sharding and world.world_size > 1:
         members.append(Units(run, strategy.sharding))
-    trainer = Trainer(run, task, state, saver, members)
+    trainer = Trainer(run, task, state, saver, [*members, stop])  # last: it may end the group
     return _Parts(strategy, trainer, stop, metrics, recorder, spread, callbacks, profiler, begin)
 
 

@@ -51,8 +51,6 @@ SERVERS_LOOK = 0.5
 """Seconds between two questions of a node with servers whether all other ranks have ended."""
 SPARES = 3
 """Spare processes of a node that could take the places of lost ranks, one after the other."""
-Spare = tuple[int, socket.socket]
-"""Its process, and the socket at which it waits for an order."""
 LEAVE_LOOK = 10.0
 """Seconds between two looks at the records of nodes whose ranks have not said that they end."""
 
@@ -99,7 +97,7 @@ def start(options: Namespace) -> None:
     sys.stdout.flush()  # otherwise every rank would print what waits here
     gate, opener = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pids = [_fork(options, number, gate, opener) for number in range(options.nproc_per_node)]
-    spares: list[Spare] = []
+    spares = list[Any]()  # a process, and the socket at which it waits for an order
     for _ in range(options.spares):
         own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         spares.append((_fork(options, None, *own, gate, opener), own[1]))
@@ -217,14 +215,11 @@ def environment(options: Namespace, local_rank: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
-    if options.spares:
-        values[members.SPARES] = options.spares
+    values |= {members.SPARES: options.spares} if options.spares else {}
     return {name: str(value) for name, value in values.items()}
 
 
-def _fork(
-    options: Namespace, local_rank: int | None, gate: socket.socket, *others: socket.socket
-) -> int:
+def _fork(options: Namespace, local_rank: int | None, gate: socket.socket, *others: Any) -> int:
     pid = os.fork()
     if pid == 0:
         process.die_with_parent()
@@ -249,7 +244,7 @@ def _fork(
     return pid
 
 
-def _wait(pids: list[int], options: Namespace, store: Any, spares: list[Spare]) -> None:
+def _wait(pids: list[int], options: Namespace, store: Any, spares: list[Any]) -> None:
     """Wait for the ranks; kill servers when all others have ended, all soon after a failure."""
     codes: dict[int, int] = {}  # by pid, in the order in which the ranks ended; -n for signal n
     servers = set[int]()  # those killed when all others had ended
@@ -261,9 +256,7 @@ def _wait(pids: list[int], options: Namespace, store: Any, spares: list[Spare]) 
     lost, until = None, 0.0  # the newest rank that was replaced, and its code; how long it counts
     while len(codes) < len(pids):
         pid, status = os.waitpid(-1, 0 if end == math.inf and not shared else os.WNOHANG)
-        if pid and pid not in pids:  # a spare process
-            continue
-        if pid:
+        if pid in pids:  # and not a spare process
             codes[pid] = code = 0 if pid in servers else os.waitstatus_to_exitcode(status)
             rank = options.first_rank + pids.index(pid)
             if shared:
@@ -271,7 +264,7 @@ def _wait(pids: list[int], options: Namespace, store: Any, spares: list[Spare]) 
             is_killed = code < 0 and process.memory_kills() == killed_before
             facts = RestartFacts(has_failed(code), replaceable=bool(is_killed and log and spares))
             rule = decide("ranks run" if end == math.inf else "ranks end", "rank ended", facts)
-            if rule.action == "replace the rank":
+            if rule.action == "replace":
                 log.append(members.LOG, f"-{rank} ")
                 (spare, order), place = spares.pop(), pids.index(pid)
                 order.send(json.dumps({**vars(options), "local_rank": place}).encode())

@@ -31,8 +31,7 @@ RestartAction = (
     Literal["wait", "pass the signal on", "end the ranks", "kill the ranks", "end the step"]
     | Literal["fork the next ranks", "start again", "start elsewhere", "requeue", "take over"]
     | Literal["save the run", "wait for the head", "cancel the job", "stand aside", "end"]
-    | Literal["end as done", "end as stopped", "give up", "give way", "leave", "fail"]
-    | Literal["replace the rank"]
+    | Literal["end as done", "end as stopped", "give up", "give way", "leave", "fail", "replace"]
 )
 
 
@@ -79,7 +78,7 @@ class Rule(NamedTuple):
 
 TABLE = (
     # The agent: the ranks of one node.
-    Rule("ranks run", "rank ended", ("replaceable",), "replace the rank", "ranks run"),
+    Rule("ranks run", "rank ended", ("replaceable",), "replace", "ranks run"),
     Rule("ranks run", "rank ended", ("failed",), "fork the next ranks", "ranks end", 2.0),
     Rule("ranks run", "rank ended", (), "wait", "ranks run"),
     Rule("ranks end", "rank ended", (), "wait", "ranks end"),

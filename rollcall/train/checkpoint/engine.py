@@ -198,8 +198,7 @@ class Engine:
         """Drop this rank's part of the save in flight, without a word to the others."""
         if pending := self._pending:
             pending.part_job.abandon()
-            if self.store.publishes:
-                rmtree(pending.written, ignore_errors=True)
+            rmtree(pending.written, ignore_errors=True)
         self._pending = None
 
     def load(self, step: int, state: dict[str, Any]) -> None:

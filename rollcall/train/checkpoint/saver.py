@@ -85,7 +85,7 @@ class Saver:
         return any(tier.store.newest() is not None for tier in self._tiers())
 
     @doing("loading a checkpoint", may_take_long=True)
-    def resume(self) -> Restored | None:
+    def resume(self, loads: bool = True) -> Restored | None:
         """Load the newest intact checkpoint, if any; ConfigError if only unusable ones exist."""
         run, tiers = self._run, self._tiers()
         for tier in tiers:
@@ -95,7 +95,7 @@ class Saver:
             # What objects hold has any form, and need not be there before it is restored.
             return {name: part for name, part in self._make_state().items() if name != OBJECTS}
 
-        if restored := restore(tiers, make_state):
+        if restored := (restore(tiers, make_state) if loads else None):
             restored.state[OBJECTS] = restored.engine.objects(restored.step)
         step = restored.step if restored else 0
         if restored and restored.engine is self.checkpoints:
@@ -213,12 +213,6 @@ class Saver:
                 text = f"saved step {step}, because other ranks are lost"
                 print(f"rollcall: {text}", file=sys.stderr, flush=True)
                 self._run.run_dir.record("rescued", step=step, rank=self._run.world.rank)
-
-    def recall(self) -> None:
-        """Find out what was saved last, without loading it; all ranks call it together."""
-        self.checkpoints.clean()
-        self._saved_at = self.checkpoints.store.newest()
-        self._best.recall(self._run.run_dir.checkpoints, self._run.world)
 
     @property
     def _target(self) -> Engine:

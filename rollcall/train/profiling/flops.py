@@ -55,7 +55,6 @@ def factors(
     try:
         if (key := config.model_dump_json()) not in _newest:
             both = example, Batch.joined([example, example])
-            _newest.clear()
             _newest[key] = [operations_of(model, batch, loss) for batch in both]
         count, share = len(example.weights), passes / config.data.global_batch
         of_model, recomputed = _per_sample(_newest[key], count, share)

@@ -1,24 +1,18 @@
 """The ranks that take part, while some are lost and come back: `faults.on_lost_rank=continue`.
 
-A log in the store at which the ranks meet says it. The parent of rank 3 adds -3 if it is lost. The
-spare process in its place asks to come back, and rank 0 adds +3 at the end of a step. Whenever the
-log has grown, those that take part form a new group.
+A log in the store of the ranks' parents says it. The parent of rank 3 adds -3 if it is lost. The
+spare process in its place asks to come back, and rank 0 adds +3 at the end of a step. Each time,
+those that take part by then form a new group.
 """
-
-from __future__ import annotations
 
 import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from rollcall.train.ranks.world import Place
 
 PREFIX, LOG, BACK, OVER = "rollcall/members", "log", "back", "over"
 """Of the keys; the log; ranks that ask to come back; set once no rank is replaced any more."""
@@ -31,14 +25,14 @@ PATIENCE, FORM = 60.0, timedelta(seconds=15)
 class Members:
     """Who takes part, as seen by a rank, which keeps the number that it had at the start."""
 
-    def __init__(self, place: Place) -> None:
-        self._place, self._words = place, 0  # of the log, by which the present group was formed
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._all = rank, range(size)
+        self._words, self._ranks = 0, [*self._all]  # of the log, of the group formed by them
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store: Any = dist.PrefixStore(PREFIX, dist.TCPStore(*address, is_master=False))
-        self._store, self._ranks = store, list[int]()
-        self.is_new = REPLACES in os.environ  # without a state: the others have it
-        if self.is_new:
-            store.append(BACK, f"{place.rank} ")
+        self._store = store
+        if REPLACES in os.environ:
+            store.append(BACK, f"{rank} ")
 
     def _read(self, key: str = LOG) -> list[str]:
         return self._store.get(key).decode().split() if self._store.check([key]) else []
@@ -58,21 +52,20 @@ class Members:
         except dist.DistError:  # the node with the store is lost
             return False
 
-    def meet(self) -> Place:
-        """Form the next group; return this rank's place in it, or raise RuntimeError."""
+    def meet(self) -> dict[str, Any]:
+        """Form the next group; return the rank and world_size in it, or raise RuntimeError."""
         while self._wait(self._takes_part, math.inf):
             self._store.add(f"at {self._words}", 1)
             if not self._wait(self._have_come):
                 break
             if self._has_grown():
                 continue
-            rank, size = self._ranks.index(self._place.rank), len(self._ranks)
             store = dist.PrefixStore(f"{self._words}", self._store)
+            rank, size = self._ranks.index(self._rank), len(self._ranks)
+            group: dict[str, Any] = {"rank": rank, "world_size": size}
             try:
-                dist.init_process_group(
-                    "gloo", store=store, timeout=FORM, rank=rank, world_size=size
-                )
-                return replace(self._place, rank=rank, world_size=size)
+                dist.init_process_group("gloo", store=store, timeout=FORM, **group)
+                return group
             except RuntimeError:
                 if not self.is_lost():
                     raise
@@ -82,11 +75,11 @@ class Members:
         return len(self._read()) > self._words
 
     def _takes_part(self) -> bool:
-        log, ranks = self._read(), set(range(self._place.world_size))
+        log, ranks = self._read(), set(self._all)
         for word in log:
             ranks ^= {abs(int(word))}
         has_grown, self._words, self._ranks = len(log) > self._words, len(log), sorted(ranks)
-        return has_grown and self._place.rank in ranks
+        return has_grown and self._rank in ranks
 
     def _have_come(self) -> bool:
         count = self._store.add(f"at {self._words}", 0)

@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -27,7 +27,7 @@ from rollcall.config import ConfigError
 from rollcall.system import fabric, guard, hosts
 from rollcall.system.process import die_with_parent
 from rollcall.train import torch_private
-from rollcall.train.ranks.members import SPARES, Members
+from rollcall.train.ranks.members import REPLACES, SPARES, Members
 from rollcall.train.ranks.signals import await_lost_node
 from rollcall.train.torch_private import BatchNorm
 
@@ -161,8 +161,8 @@ class World:
                 file=sys.stderr,
             )
         if os.environ.get(SPARES) and world.device.type == "cpu":
-            world.members = Members(place)
-            if world.members.is_new:
+            world.members = Members(place.rank, place.world_size)
+            if REPLACES in os.environ:
                 return world.again()
         given: dict[str, Any] = {"backend": "gloo"}
         if world.device.type == "cuda":  # NCCL connects now, also for the groups of a mesh
@@ -276,7 +276,8 @@ class World:
         assert self.members is not None
         if dist.is_initialized():
             torch_private.abort()
-        World.joined = world = World(self.members.meet(), self.device)
+        place = replace(self.place, **self.members.meet())
+        World.joined = world = World(place, self.device)
         torch_private.set_timeout(JOIN_TIMEOUT)
         world.members = self.members
         return world

@@ -41,7 +41,7 @@ def hand_over(kept: Kept, state: TrainingState, world: World) -> tuple[int, Mapp
             whole = part.contiguous()
             dist.broadcast(whole, source)
             part.copy_(whole)
-        values = [(tuple(key), value) for key, value in world.broadcast(values, source)]
+        values = world.broadcast(values, source)
     for key, value in values:
         put(filled, key, value)
     state.load(filled, newest)
