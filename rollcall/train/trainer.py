@@ -22,8 +22,7 @@ from rollcall.train.ranks.agreement import Action, FaultError, Members
 from rollcall.train.ranks.clock import clock
 from rollcall.train.ranks.run import Run
 from rollcall.train.ranks.stop import GoOn
-from rollcall.train.recovery.lost_rank import Kept, hand_over
-from rollcall.train.state import TrainingState
+from rollcall.train.state import Kept, TrainingState, hand_over
 from rollcall.train.step import STATES, Steps
 from rollcall.train.task import Task
 

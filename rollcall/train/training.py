@@ -50,9 +50,8 @@ from rollcall.train.ranks.signals import StopSignals
 from rollcall.train.ranks.stop import GoOn, Stop
 from rollcall.train.ranks.world import World
 from rollcall.train.recovery import memory, micro_batch
-from rollcall.train.recovery.lost_rank import Kept
 from rollcall.train.recovery.micro_batch import Trial
-from rollcall.train.state import TrainingState
+from rollcall.train.state import Kept, TrainingState
 from rollcall.train.task import Task
 from rollcall.train.trainer import Trainer
 from rollcall.train.weights.start import Start, start

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_001, 8_000
+CORE_LINES, TOOLS_LINES = 39_246, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -31,7 +31,7 @@ SLACK = 10
 BUDGET: dict[str, int] = {
     "rollcall": 65,
     "rollcall/cli": 322,
-    "rollcall/config": 2604,
+    "rollcall/config": 2610,
     "rollcall/launch": 1,
     "rollcall/launch/api": 387,
     "rollcall/launch/batch": 660,
@@ -40,9 +40,9 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/frameworks": 272,
     "rollcall/launch/node": 1685,
     "rollcall/launch/program": 509,
-    "rollcall/launch/rank": 820,
+    "rollcall/launch/rank": 853,
     "rollcall/launch/remote": 136,
-    "rollcall/launch/runs": 2020,
+    "rollcall/launch/runs": 2022,
     "rollcall/launch/scheduler": 702,
     "rollcall/launch/submission": 2374,
     "rollcall/launch/sweep": 405,
@@ -56,8 +56,8 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1441,
     "rollcall/tools/plan": 2257,
     "rollcall/tools/report": 1693,
-    "rollcall/train": 2529,
-    "rollcall/train/checkpoint": 3206,
+    "rollcall/train": 2593,
+    "rollcall/train/checkpoint": 3214,
     "rollcall/train/data": 2907,
     "rollcall/train/exact": 534,
     "rollcall/train/health": 1281,
@@ -66,10 +66,10 @@ BUDGET: dict[str, int] = {
     "rollcall/train/models": 1131,
     "rollcall/train/numerics": 1923,
     "rollcall/train/parallel": 3080,
-    "rollcall/train/profiling": 601,
-    "rollcall/train/ranks": 1502,
+    "rollcall/train/profiling": 604,
+    "rollcall/train/ranks": 1624,
     "rollcall/train/recovery": 551,
-    "rollcall/train/torch_private": 323,
+    "rollcall/train/torch_private": 330,
     "rollcall/train/weights": 849,
 }
 MAPS = (
