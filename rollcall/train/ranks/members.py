@@ -77,7 +77,7 @@ class Members:
     def _takes_part(self) -> bool:
         log, ranks = self._read(), set(self._all)
         for word in log:
-            ranks ^= {abs(int(word))}
+            ranks = ranks - {-int(word)} if word[0] == "-" else ranks | {int(word)}
         has_grown, self._words, self._ranks = len(log) > self._words, len(log), sorted(ranks)
         return has_grown and self._rank in ranks
 
