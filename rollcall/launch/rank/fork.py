@@ -215,7 +215,8 @@ def environment(options: Namespace, local_rank: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
-    values |= {members.SPARES: options.spares} if options.spares else {}
+    if spares := vars(options).get("spares"):
+        values[members.SPARES] = spares
     return {name: str(value) for name, value in values.items()}
 
 
