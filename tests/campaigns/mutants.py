@@ -5,7 +5,8 @@
 Each mutant is a copy of the checkout with one change in a module that decides: a condition
 inverted, a bound or a part of a condition removed, two statements or rows of a table swapped.
 Against each run the seeds of the simulator that once broke an invariant, then others, then the unit
-tests of the module. What nobody notices has survived, and is printed as a difference. The exit code
+tests of the module. A mutant that nobody notices
+has survived, and is printed as a difference. The exit code
 is 1 below --goal.
 """
 
@@ -55,7 +56,7 @@ OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
 }
 OPPOSITE |= {new: old for old, new in OPPOSITE.items()}
 TOLD = {"_say", "print", "_show", "show_rest"}
-"""Functions that only tell; a call that moves between others is no other decision."""
+"""Functions that only print; their order decides nothing."""
 EQUIVALENT: dict[str, str] = {}
 """Mutants that change nothing that anybody could see, by the first changed line; and why."""
 TIMEOUT, CPU = 300.0, 60

@@ -2,10 +2,10 @@
 
     PYTHONPATH=.:tests/helpers python tests/campaigns/recovery_table.py --repeats 5
 
-The hosts are supervisors of their own on this machine. The ways take turns: in each turn, the last
-rank of a run of its own is killed after some steps. The table says how long it took until ranks
+A host is a supervisor on this machine. The ways take turns: in each turn, the last
+rank of a separate run is killed after some steps. The table says how long it took until ranks
 trained again, and until all did, how many steps were done again, and how far the final weights are
-from those of an undisturbed run.
+from the weights of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ON_DISK = ["parallel.strategy=zero1", f"checkpoint.every={EVERY}"]
 WAYS = {
     "restart from the checkpoint on disk": ON_DISK,  # nobody else has the lost state
     "restart from the step that a replica saves": [],
-    "go on without the replica": [lost_ranks.CONTINUE],
+    "continue without the replica": [lost_ranks.CONTINUE],
 }
 SHAPES = ((2, 2), (4, 2))
 """Hosts, and ranks of each."""
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=turns.count, default=5, metavar="N")
-    parser.add_argument("--hosts", type=int, help="only runs on so many")
+    parser.add_argument("--hosts", type=int, help="only runs on this number")
     options = parser.parse_args(argv)
     for name, text in turns.surroundings().items():
         print(f"{name}: {text}")

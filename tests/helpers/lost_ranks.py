@@ -85,7 +85,7 @@ def await_step(run: RunDir, step: int) -> None:
 
 
 def await_ranks(run: RunDir, ranks: int, after: float) -> float:
-    """Wait until so many ranks train, in a group formed after a time; return the first step's."""
+    """Wait until this number of ranks trains, after a time; return when the first step ended."""
 
     def first_steps() -> list[float]:
         found, size = [], 0

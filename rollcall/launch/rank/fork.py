@@ -99,9 +99,9 @@ def start(options: Namespace) -> None:
     pids = [_fork(options, number, gate, opener) for number in range(options.nproc_per_node)]
     spares = list[Any]()  # a process, and the socket at which it waits for an order
     for _ in range(options.spares):
-        own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        spares.append((_fork(options, None, *own, gate, opener), own[1]))
-        own[0].close()
+        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        spares.append((_fork(options, None, *pair, gate, opener), pair[1]))
+        pair[0].close()
     gate.close()
     receive(options)
     Path(options.log_dir).mkdir(parents=True, exist_ok=True)
@@ -267,15 +267,17 @@ def _wait(pids: list[int], options: Namespace, store: Any, spares: list[Any]) ->
             rule = decide("ranks run" if end == math.inf else "ranks end", "rank ended", facts)
             if rule.action == "replace":
                 log.append(members.LOG, f"-{rank} ")
-                (spare, order), place = spares.pop(), pids.index(pid)
-                order.send(json.dumps({**vars(options), "local_rank": place}).encode())
-                pids[place] = spare
+                (spare, order), index = spares.pop(), pids.index(pid)
+                order.send(json.dumps({**vars(options), "local_rank": index}).encode())
+                pids[index] = spare
                 del codes[pid]
                 lost, until = (rank, code), clock.read() + members.PATIENCE
-                print(f"rank {rank} was ended by signal {-code}; the others go on", file=sys.stderr)
+                print(
+                    f"rank {rank} was ended by signal {-code}; the others continue", file=sys.stderr
+                )
                 continue
             if lost and has_failed(code) and clock.read() < until:
-                record_end(options, *lost)  # the others did not go on: it is the cause
+                record_end(options, *lost)  # the others did not continue: it is the cause
                 lost = None
             if log:  # too late to replace another one
                 log.set(members.OVER, "")

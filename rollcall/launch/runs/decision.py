@@ -40,7 +40,7 @@ class RestartFacts:
     """The evidence of an event; what does not apply stays False."""
 
     failed: bool = False  # see `has_failed`
-    replaceable: bool = False  # a signal ended a rank; the others go on, a spare process is left
+    replaceable: bool = False  # a signal ended a rank; the others continue, a spare process is left
     rescuing: bool = False  # ranks save the newest step, since RESCUE seconds at most
     finished: bool = False  # the ranks, or the step, ended with success
     done: bool = False  # the verdict says so

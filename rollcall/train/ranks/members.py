@@ -2,7 +2,7 @@
 
 A log in the store of the ranks' parents says it. The parent of rank 3 adds -3 if it is lost. The
 spare process in its place asks to come back, and rank 0 adds +3 at the end of a step. Each time,
-those that take part by then form a new group.
+the ranks that take part by then form a new group.
 """
 
 import math
@@ -15,15 +15,15 @@ from typing import Any
 import torch.distributed as dist
 
 PREFIX, LOG, BACK, OVER = "rollcall/members", "log", "back", "over"
-"""Of the keys; the log; ranks that ask to come back; set once no rank is replaced any more."""
+"""Beginning of the keys; keys of the log, of ranks that are back, and of the end of this."""
 SPARES, REPLACES = "ROLLCALL_SPARES", "ROLLCALL_REPLACES"
 """Variables of a rank whose node has spare processes, and of one that was one."""
 PATIENCE, FORM = 60.0, timedelta(seconds=15)
-"""The time that ranks wait for each other, and for a group to form of those that have come."""
+"""The time that ranks wait for each other, and for a group to form once all have come."""
 
 
 class Members:
-    """Who takes part, as seen by a rank, which keeps the number that it had at the start."""
+    """The ranks that take part, as one of them sees it; its number here never changes."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._all = rank, range(size)
@@ -39,7 +39,7 @@ class Members:
 
     def back(self) -> list[str]:
         """Return the ranks that ask to come back."""
-        return self._read(BACK)[sum(word[0] == "+" for word in self._read()) :]
+        return self._read(BACK)[len([word for word in self._read() if word[0] == "+"]) :]
 
     def let_in(self) -> None:
         """Let them take part; rank 0 calls it, when all ranks end their steps."""

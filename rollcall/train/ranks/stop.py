@@ -1,4 +1,4 @@
-"""Let all ranks stop after the same step, or go on in another group."""
+"""Let all ranks stop after the same step, or continue in another group."""
 
 import os
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from rollcall.train.ranks.world import World
 
 @dataclass(frozen=True)
 class Requests:
-    """Ranks that were asked to stop, and those that were lost and are back."""
+    """Ranks that were asked to stop, and ranks that were lost and are back."""
 
     by_person: float
     by_scheduler: float

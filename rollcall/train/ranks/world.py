@@ -276,11 +276,10 @@ class World:
         assert self.members is not None
         if dist.is_initialized():
             torch_private.abort()
-        place = replace(self.place, **self.members.meet())
-        World.joined = world = World(place, self.device)
+        World.joined = World(replace(self.place, **self.members.meet()), self.device)
         torch_private.set_timeout(JOIN_TIMEOUT)
-        world.members = self.members
-        return world
+        World.joined.members = self.members
+        return World.joined
 
     def leave(self) -> None:
         """End the process group; every rank must call this after the last collective."""

@@ -1,4 +1,4 @@
-"""Who takes part when ranks are lost and come back; threads with one store are the ranks."""
+"""Ranks are lost and come back; threads with one store are the ranks."""
 
 from __future__ import annotations
 
