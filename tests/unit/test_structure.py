@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_246, 8_000
+CORE_LINES, TOOLS_LINES = 39_249, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -40,7 +40,7 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/frameworks": 272,
     "rollcall/launch/node": 1685,
     "rollcall/launch/program": 509,
-    "rollcall/launch/rank": 853,
+    "rollcall/launch/rank": 856,
     "rollcall/launch/remote": 136,
     "rollcall/launch/runs": 2022,
     "rollcall/launch/scheduler": 702,

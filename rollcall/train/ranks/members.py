@@ -39,7 +39,8 @@ class Members:
 
     def back(self) -> list[str]:
         """Return the ranks that ask to come back."""
-        return self._read(BACK)[len([word for word in self._read() if word[0] == "+"]) :]
+        admitted = [word for word in self._read() if word[0] == "+"]
+        return self._read(BACK)[len(admitted) :]
 
     def let_in(self) -> None:
         """Let them take part; rank 0 calls it, when all ranks end their steps."""
