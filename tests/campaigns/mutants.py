@@ -57,8 +57,10 @@ OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
 OPPOSITE |= {new: old for old, new in OPPOSITE.items()}
 TOLD = {"_say", "print", "_show", "show_rest"}
 """Functions that only print; their order decides nothing."""
-EQUIVALENT: dict[str, str] = {}
-"""Mutants that change nothing that anybody could see, by the first changed line; and why."""
+EQUIVALENT = {
+    "if is_replaced:": "the table has one row for it, which stands aside",
+}
+"""Mutants that change nothing that anybody could see, by a changed line; and why."""
 TIMEOUT, CPU = 300.0, 60
 """Seconds of the clock and of a processor, after which tests or a simulation hang."""
 
