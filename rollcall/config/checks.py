@@ -177,7 +177,11 @@ def _check_conflicts(config: Config, names: set[str]) -> None:
         "computes the gradients of inputs and weights together, but parallel.schedule="
         f"{schedule} computes them separately; choose parallel.schedule=interleaved"
     )
+    goes_on, local = config.faults.on_lost_rank == "continue", config.checkpoint.local
+    others = parallel.strategy != "ddp" or parallel.mesh or is_apart or config.exact or local
+    only_ddp = "works only with ddp, without parallel.mesh, parallel.sync, exact, checkpoint.local"
     for key, is_conflict, reason in (
+        ("faults.on_lost_rank=continue", goes_on and others, only_ddp),
         (
             "data.micro_batch=auto:",
             micro == "auto" and "pipeline" in names,

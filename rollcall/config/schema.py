@@ -366,6 +366,8 @@ class Faults(Section):
     the longest step so far, at least 300; null turns it off."""
     divergence: Literal["warn", "stop", "off"] = "warn"
     """Action if ranks that should hold the same weights do not."""
+    on_lost_rank: Literal["restart", "continue"] = "restart"
+    """Action if a signal ends a rank: restart all, or continue without it until it is replaced."""
 
 
 class Parallel(Section):

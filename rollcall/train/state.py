@@ -2,9 +2,11 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -12,6 +14,7 @@ from rollcall.config import ConfigError
 from rollcall.messages.text import listed
 from rollcall.train import torch_private
 from rollcall.train.checkpoint.contents import OBJECTS
+from rollcall.train.checkpoint.read import put
 from rollcall.train.checkpoint.write_plan import chunks
 from rollcall.train.data.source import Batch
 from rollcall.train.numerics import optim
@@ -24,6 +27,7 @@ from rollcall.train.parallel.shard import local_optimizer
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.ranks.device import local_of
 from rollcall.train.ranks.run import Run
+from rollcall.train.ranks.world import World
 from rollcall.train.recovery.spikes import Spikes
 
 
@@ -228,3 +232,38 @@ def drop_frozen(model: nn.Module, state: dict[str, Any]) -> None:
     frozen = {name for name, weight in named if not weight.requires_grad}
     for part in {"model", "ema"} & state.keys():
         state[part] = {name: one for name, one in state[part].items() if name not in frozen}
+
+
+@dataclass
+class Kept:
+    """The state of a rank in memory, and the facts that a checkpoint of its step would have."""
+
+    step: int = -1  # -1 if it has none
+    state: dict[str, Any] | None = None
+    facts: Mapping[str, Any] | None = None
+
+
+def hand_over(kept: Kept, state: TrainingState, world: World) -> tuple[int, Mapping[str, Any]]:
+    """Give all ranks the newest state that one has kept; return its step and facts."""
+    steps = world.gather(torch.tensor([kept.step])).flatten().tolist()
+    newest = max(steps)
+    if newest < 0:
+        raise RuntimeError("no rank has kept a whole state, so all restart from the checkpoint")
+    source, filled = steps.index(newest), state.read_alone()
+    tensors, values = chunks(filled)
+    if kept.step == newest and kept.state is not None:
+        theirs, values = chunks(kept.state)
+        parts = {(chunk.key, chunk.offset): part for chunk, part in theirs}
+        for chunk, part in tensors:
+            part.copy_(parts[chunk.key, chunk.offset])
+        kept.state = None  # it would need memory until the end
+    if min(steps) < newest:
+        for _, part in tensors:
+            whole = part.contiguous()
+            dist.broadcast(whole, source)
+            part.copy_(whole)
+        values = world.broadcast(values, source)
+    for key, value in values:
+        put(filled, key, value)
+    state.load(filled, newest)
+    return newest, world.broadcast(kept.facts, source)

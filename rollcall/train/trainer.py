@@ -12,6 +12,7 @@ from rollcall.records.attempt import LOST_PEER
 from rollcall.records.run_dir import FencedError, State
 from rollcall.system.process import RESCUE
 from rollcall.train import changes
+from rollcall.train.checkpoint.contents import OBJECTS
 from rollcall.train.checkpoint.engine import Restored
 from rollcall.train.checkpoint.saver import Saver
 from rollcall.train.health import rows
@@ -20,7 +21,8 @@ from rollcall.train.ranks import failure
 from rollcall.train.ranks.agreement import Action, FaultError, Members
 from rollcall.train.ranks.clock import clock
 from rollcall.train.ranks.run import Run
-from rollcall.train.state import TrainingState
+from rollcall.train.ranks.stop import GoOn
+from rollcall.train.state import Kept, TrainingState, hand_over
 from rollcall.train.step import STATES, Steps
 from rollcall.train.task import Task
 
@@ -36,10 +38,17 @@ class Trainer:
         self._recovery = self.steps.recovery
         self._audit: Audit | None = None
 
-    def resume(self) -> bool:
-        """Continue from the newest checkpoint, if there is one; return whether there is."""
+    def resume(self, kept: Kept | None = None) -> bool:
+        """Continue from the newest state that ranks `kept`, or checkpoint; False without one."""
         self.task.identify(resumes=self.saver.open())
         self._recovery.resume()
+        if kept is not None:
+            self.saver.resume(loads=False)
+            self._run.progress.step, facts = hand_over(kept, self.state, self._run.world)
+            self.task.continue_from(self._run.progress.step, facts)
+            self._run.record("resumed", step=self._run.progress.step, from_memory=True)
+            self._recovery.is_idle = False
+            return True
         if checkpoint := self._load():
             changes.tell(self._run, checkpoint.step, checkpoint.engine.facts)
             self._run.record("resumed", step=checkpoint.step)
@@ -52,9 +61,17 @@ class Trainer:
         try:
             return self._train()
         except Exception as error:
-            if LOST_PEER.search(failure.describe(error)):
-                self._rescue()
-            raise
+            is_lost, members = LOST_PEER.search(failure.describe(error)), self._run.world.members
+            state = self.state.read_alone() if members else {}
+            if isinstance(error, GoOn):
+                self.saver.close()
+            elif not (is_lost and members and OBJECTS not in state and members.is_lost()):
+                if is_lost:
+                    self._rescue()
+                raise
+            self.saver.checkpoints.abandon()
+            step, is_whole = self._run.progress.step, self.steps.rewind()
+            raise GoOn(Kept(step if is_whole else -1, state, self.task.facts(step))) from None
 
     def _train(self) -> State:
         if self.task.lacks_evaluation(self._run.progress.step):

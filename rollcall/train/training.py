@@ -44,12 +44,13 @@ from rollcall.train.ranks.agreement import Member
 from rollcall.train.ranks.deadline import Deadline
 from rollcall.train.ranks.device import chip_name
 from rollcall.train.ranks.meeting import Failed
+from rollcall.train.ranks.members import REPLACES
 from rollcall.train.ranks.run import Run
 from rollcall.train.ranks.signals import StopSignals
-from rollcall.train.ranks.stop import Stop
+from rollcall.train.ranks.stop import GoOn, Stop
 from rollcall.train.ranks.world import World
 from rollcall.train.recovery import memory, micro_batch
-from rollcall.train.state import TrainingState
+from rollcall.train.state import Kept, TrainingState
 from rollcall.train.task import Task
 from rollcall.train.trainer import Trainer
 from rollcall.train.weights.start import Start, start
@@ -57,19 +58,26 @@ from rollcall.train.weights.start import Start, start
 
 def train(recipe: str, config: Config, world: World, signals: StopSignals) -> State:
     """Train to the end or to a stop, in a world that this process has joined."""
+    kept = Kept() if REPLACES in os.environ else None  # the other ranks have the state
     try:
-        return _train(recipe, config, world, signals)
+        while True:
+            try:
+                return _train(recipe, config, world, signals, kept)
+            except GoOn as end:
+                (kept,) = end.args
+            world = world.again()  # not before: what an exception holds is closed only now
     except SystemExit as error:  # its code, such as 0, would say how the run ended
         raise RuntimeError(failure.describe(error)) from error
 
 
-def _train(recipe: str, config: Config, world: World, signals: StopSignals) -> State:
+def _train(recipe: str, config: Config, world: World, signals: StopSignals, kept: Any) -> State:
     started = time.perf_counter()
     run = memory.with_proposal(_named(recipe, config, world))
     if is_searched := run.config.data.micro_batch == "auto":
         run = _with_fastest(run, signals)
     announce("reading the data and building the model")
-    parts = _build_twice(run, signals)  # a run that is refused leaves nothing behind
+    # A run that is refused leaves nothing behind.
+    parts = _build(run, signals, checks=False) if kept else _build_twice(run, signals)
     put_back = _kept_files(run)
     _open(run)
     size = parts.trainer.steps.gradient.micro_batch
@@ -85,7 +93,7 @@ def _train(recipe: str, config: Config, world: World, signals: StopSignals) -> S
             if advice := not run.config.exact and precision.advice(run.config.precision, device):
                 run.say(f"rollcall: {advice}")
         try:
-            if not trainer.resume() and parts.start.resumes:
+            if not trainer.resume(kept) and parts.start.resumes:
                 raise ConfigError(f"{run.run_dir.checkpoints} was emptied meanwhile: start again")
             trainer.state.adopt(parts.callbacks.open(parts.strategy.model))
         except ConfigError:
@@ -102,7 +110,7 @@ def _train(recipe: str, config: Config, world: World, signals: StopSignals) -> S
             profiler.after_step()  # as the first one may be profiled
             state = trainer.train()
         weights = parts.recorder.end(trainer.state.read()["model"]) if run.config.exact else ""
-    except FencedError:  # the files of the run belong to another attempt now
+    except (FencedError, GoOn):  # the files of the run belong to another attempt now, or group
         raise
     except (Exception, SystemExit) as error:
         failure.tell_run(run.run_dir, world.rank, error)
@@ -231,10 +239,10 @@ def _build(run: Run, signals: StopSignals, checks: bool = True) -> _Parts:
     phases = PhaseTimes(run, profiler.plan)
     metrics = Metrics(run, task, factors, phases.fields)
     replicas = Replicas(run, strategy)
-    members: list[Member[Any]] = [stop, phases, metrics, replicas, callbacks]
+    members: list[Member[Any]] = [phases, metrics, replicas, callbacks]
     if strategy.sharding and world.world_size > 1:
         members.append(Units(run, strategy.sharding))
-    trainer = Trainer(run, task, state, saver, members)
+    trainer = Trainer(run, task, state, saver, [*members, stop])  # last: it may end the group
     return _Parts(strategy, trainer, stop, metrics, recorder, spread, callbacks, profiler, begin)
 
 

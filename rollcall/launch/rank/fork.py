@@ -19,6 +19,7 @@ import weakref
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rollcall.cli.installation import USER_PROGRAM, training_words
 from rollcall.launch.frameworks import TABLE, roles
@@ -44,15 +45,19 @@ if HAS_TORCH:
     import torch
     from torch.distributed import DistError, PrefixStore, TCPStore
 
+    from rollcall.train.ranks import members
+
 SERVERS_LOOK = 0.5
 """Seconds between two questions of a node with servers whether all other ranks have ended."""
+SPARES = 3
+"""Spare processes of a node that could take the places of lost ranks, one after the other."""
 LEAVE_LOOK = 10.0
 """Seconds between two looks at the records of nodes whose ranks have not said that they end."""
 
 
 def preload(options: Namespace) -> None:
     """Import once what every rank will import: all of rollcall's training, or torch's compiler."""
-    words = training_words(options.program)
+    words, options.spares = training_words(options.program), 0
     if HAS_TORCH and (words is not None or may_optimize(options.program)):
         from rollcall.train.torch_private import COMPILER
 
@@ -68,6 +73,7 @@ def preload(options: Namespace) -> None:
     with contextlib.suppress(ConfigError, ImportError):  # the ranks explain it
         _, config = parse(words)
         arguments.complete(config)
+        options.spares = SPARES if config.faults.on_lost_rank == "continue" else 0
         for name in (*sets.slow_imports(config.data.name), *models.slow_imports(config.model.name)):
             importlib.import_module(name)
     for info in weakref.finalize._registry.values():  # type: ignore[attr-defined]
@@ -91,6 +97,11 @@ def start(options: Namespace) -> None:
     sys.stdout.flush()  # otherwise every rank would print what waits here
     gate, opener = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pids = [_fork(options, number, gate, opener) for number in range(options.nproc_per_node)]
+    spares = list[Any]()  # a process, and the socket at which it waits for an order
+    for _ in range(options.spares):
+        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        spares.append((_fork(options, None, *pair, gate, opener), pair[1]))
+        pair[0].close()
     gate.close()
     receive(options)
     Path(options.log_dir).mkdir(parents=True, exist_ok=True)
@@ -102,7 +113,7 @@ def start(options: Namespace) -> None:
     with opener, contextlib.suppress(BrokenPipeError):  # all have died; _wait reports how
         for _ in pids:
             opener.send(order)
-    _wait(pids, options, store)
+    _wait(pids, options, store, spares)
     if store is not None:
         _record_if_alone(store, keys, options)
     _leave(store, options)
@@ -204,16 +215,19 @@ def environment(options: Namespace, local_rank: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
+    if spares := vars(options).get("spares"):
+        values[members.SPARES] = spares
     return {name: str(value) for name, value in values.items()}
 
 
-def _fork(options: Namespace, local_rank: int, gate: socket.socket, opener: socket.socket) -> int:
+def _fork(options: Namespace, local_rank: int | None, gate: socket.socket, *others: Any) -> int:
     pid = os.fork()
     if pid == 0:
         process.die_with_parent()
         process.is_fork = True
         os.setsid()  # as under torchrun: a program may signal its whole group
-        opener.close()
+        for other in others:
+            other.close()
         os.close(options.serve)
         order = gate.recv(MAX_BYTES)
         if not order:
@@ -221,6 +235,9 @@ def _fork(options: Namespace, local_rank: int, gate: socket.socket, opener: sock
         gate.close()
         vars(options).update(json.loads(order))
         os.environ.update(options.env)
+        if local_rank is None:  # it was a spare process
+            os.environ[members.REPLACES] = "1"
+            local_rank = options.local_rank
         os.environ.update(environment(options, local_rank))
         if "numpy" in sys.modules:  # torch has imported it
             sys.modules["numpy"].random.seed()  # otherwise all ranks would draw the same numbers
@@ -228,7 +245,7 @@ def _fork(options: Namespace, local_rank: int, gate: socket.socket, opener: sock
     return pid
 
 
-def _wait(pids: Sequence[int], options: Namespace, store: KeyValueStore | None) -> None:
+def _wait(pids: list[int], options: Namespace, store: Any, spares: list[Any]) -> None:
     """Wait for the ranks; kill servers when all others have ended, all soon after a failure."""
     codes: dict[int, int] = {}  # by pid, in the order in which the ranks ended; -n for signal n
     servers = set[int]()  # those killed when all others had ended
@@ -236,16 +253,35 @@ def _wait(pids: Sequence[int], options: Namespace, store: KeyValueStore | None) 
     shared, look = (store or _files(options)) if others else None, Every(SERVERS_LOOK)
     end, clock = math.inf, RunningClock()  # once a rank has failed, when the others are killed
     killed_before = process.memory_kills()
+    log: Any = store and spares and PrefixStore(members.PREFIX, store.underlying_store)
+    lost, until = None, 0.0  # the newest rank that was replaced, and its code; how long it counts
     while len(codes) < len(pids):
         pid, status = os.waitpid(-1, 0 if end == math.inf and not shared else os.WNOHANG)
-        if pid:
+        if pid in pids:  # and not a spare process
             codes[pid] = code = 0 if pid in servers else os.waitstatus_to_exitcode(status)
             rank = options.first_rank + pids.index(pid)
             if shared:
                 shared.set(f"ended {rank}", "")
-            record_end(options, rank, code)
-            facts = RestartFacts(failed=has_failed(code))
+            is_killed = code < 0 and process.memory_kills() == killed_before
+            facts = RestartFacts(has_failed(code), replaceable=bool(is_killed and log and spares))
             rule = decide("ranks run" if end == math.inf else "ranks end", "rank ended", facts)
+            if rule.action == "replace":
+                log.append(members.LOG, f"-{rank} ")
+                (spare, order), index = spares.pop(), pids.index(pid)
+                order.send(json.dumps({**vars(options), "local_rank": index}).encode())
+                pids[index] = spare
+                del codes[pid]
+                lost, until = (rank, code), clock.read() + members.PATIENCE
+                print(
+                    f"rank {rank} was ended by signal {-code}; the others continue", file=sys.stderr
+                )
+                continue
+            if lost and has_failed(code) and clock.read() < until:
+                record_end(options, *lost)  # the others did not continue: it is the cause
+                lost = None
+            if log:  # too late to replace another one
+                log.set(members.OVER, "")
+            record_end(options, rank, code)
             if rule.action == "fork the next ranks":
                 end = clock.read() + (rule.grace or 0)
                 os.write(options.serve, b"!")

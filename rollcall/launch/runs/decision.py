@@ -31,7 +31,7 @@ RestartAction = (
     Literal["wait", "pass the signal on", "end the ranks", "kill the ranks", "end the step"]
     | Literal["fork the next ranks", "start again", "start elsewhere", "requeue", "take over"]
     | Literal["save the run", "wait for the head", "cancel the job", "stand aside", "end"]
-    | Literal["end as done", "end as stopped", "give up", "give way", "leave", "fail"]
+    | Literal["end as done", "end as stopped", "give up", "give way", "leave", "fail", "replace"]
 )
 
 
@@ -40,6 +40,7 @@ class RestartFacts:
     """The evidence of an event; what does not apply stays False."""
 
     failed: bool = False  # see `has_failed`
+    replaceable: bool = False  # a signal ended a rank; the others continue, a spare process is left
     rescuing: bool = False  # ranks save the newest step, since RESCUE seconds at most
     finished: bool = False  # the ranks, or the step, ended with success
     done: bool = False  # the verdict says so
@@ -77,6 +78,7 @@ class Rule(NamedTuple):
 
 TABLE = (
     # The agent: the ranks of one node.
+    Rule("ranks run", "rank ended", ("replaceable",), "replace", "ranks run"),
     Rule("ranks run", "rank ended", ("failed",), "fork the next ranks", "ranks end", 2.0),
     Rule("ranks run", "rank ended", (), "wait", "ranks run"),
     Rule("ranks end", "rank ended", (), "wait", "ranks end"),

@@ -194,6 +194,13 @@ class Engine:
             result = self.settle([0, 0, 1])
         return result
 
+    def abandon(self) -> None:
+        """Drop this rank's part of the save in flight, without a word to the others."""
+        if pending := self._pending:
+            pending.part_job.abandon()
+            rmtree(pending.written, ignore_errors=True)
+        self._pending = None
+
     def load(self, step: int, state: dict[str, Any]) -> None:
         """Fill `state` in place; ConfigError if the checkpoint is damaged or does not fit."""
         if problem := self.try_load(step, state):

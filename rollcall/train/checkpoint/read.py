@@ -125,7 +125,7 @@ def load(
             assert number is not None, "every tensor's item has one"
             wanted.append((item, stored.tensors[name], stored.tensors[name].pieces[number]))
         elif fill:
-            _put(state, *stored.values[name])
+            put(state, *stored.values[name])
     wanted.sort(key=lambda entry: (entry[2].file, entry[2].start))
     targets = [planner.resolve_tensor(item).detach() if fill else None for item, *_ in wanted]
     requests = (
@@ -232,7 +232,8 @@ def _compare(directory: Path, stored: Manifest, flat: dict[str, Any], whole: boo
         )
 
 
-def _put(state: dict[str, Any], key: Key, value: Any) -> None:
+def put(state: dict[str, Any], key: Key, value: Any) -> None:
+    """Put a plain value into a nested state."""
     inner: Any = state
     for part in key[:-1]:
         inner = inner[_original_key(inner, part)]

@@ -84,7 +84,7 @@ class Saver:
         return any(tier.store.newest() is not None for tier in self._tiers())
 
     @doing("loading a checkpoint", may_take_long=True)
-    def resume(self) -> Restored | None:
+    def resume(self, loads: bool = True) -> Restored | None:
         """Load the newest intact checkpoint, if any; ConfigError if only unusable ones exist."""
         run, tiers = self._run, self._tiers()
         for tier in tiers:
@@ -94,7 +94,7 @@ class Saver:
             # What objects hold has any form, and need not be there before it is restored.
             return {name: part for name, part in self._make_state().items() if name != OBJECTS}
 
-        if restored := restore(tiers, make_state):
+        if restored := (restore(tiers, make_state) if loads else None):
             restored.state[OBJECTS] = restored.engine.objects(restored.step)
         step = restored.step if restored else 0
         if restored and restored.engine is self.checkpoints:

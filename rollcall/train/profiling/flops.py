@@ -19,6 +19,8 @@ from rollcall.train.torch_private import READ_NUMBER, TorchDispatchMode, tree_le
 META = torch.device("meta")
 MOST_READS = 5_000
 """Numbers that a model may read: `while error > tolerance` would never end without values."""
+_newest: dict[str, list["Operations"]] = {}
+"""Of one sample and two, by the configuration: ranks build the model again if one is lost."""
 
 
 class Operations(NamedTuple):
@@ -51,7 +53,11 @@ def factors(
     if loss.turns:
         return figures, "flops_per_second is not logged: a step trains one of several networks"
     try:
-        of_model, recomputed = _per_sample(model, example, loss, passes / config.data.global_batch)
+        if (key := config.model_dump_json()) not in _newest:
+            both = example, Batch.joined([example, example])
+            _newest[key] = [operations_of(model, batch, loss) for batch in both]
+        count, share = len(example.weights), passes / config.data.global_batch
+        of_model, recomputed = _per_sample(_newest[key], count, share)
     except Exception as error:  # the model's code may raise anything
         text = str(error).strip().partition("\n")[0] or type(error).__name__
         return figures, f"flops_per_second is not logged: it cannot compute without values: {text}"
@@ -64,18 +70,15 @@ def factors(
     return figures, ""
 
 
-def _per_sample(model: nn.Module, example: Batch, loss: Loss, passes: float) -> tuple[float, float]:
+def _per_sample(counted: list[Operations], count: int, passes: float) -> tuple[float, float]:
     """Return the operations for a sample: of the model, and recomputed.
 
     The difference of two numbers of samples shows what a pass costs anyway, such as an orthogonal
     parametrization of the weights.
     """
-    count = len(example.weights)
-    single = operations_of(model, example, loss)
-    double = operations_of(model, Batch.joined([example, example]), loss)
     forward, backward, again = (
         (more - some) / count + (2 * some - more) * passes
-        for some, more in zip(single, double, strict=True)
+        for some, more in zip(*counted, strict=True)
     )
     return forward + backward, again
 

@@ -1,4 +1,4 @@
-"""Let all ranks stop after the same step."""
+"""Let all ranks stop after the same step, or continue in another group."""
 
 import os
 from dataclasses import dataclass
@@ -11,10 +11,15 @@ from rollcall.train.ranks.world import World
 
 @dataclass(frozen=True)
 class Requests:
-    """Ranks that were asked to stop."""
+    """Ranks that were asked to stop, and ranks that were lost and are back."""
 
     by_person: float
     by_scheduler: float
+    back: float
+
+
+class GoOn(Exception):
+    """Ends a training in this group of ranks: one is lost, or back; it holds what is kept."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +31,19 @@ class Stop:
     _deadline: Deadline  # the end of the job; rank 0 looks at it
 
     def report(self) -> Requests:
-        """Report the requests to stop that this rank got, by who asked."""
-        received = self._signals.received
-        return Requests(received in PERSON, self._ends() or received in SCHEDULER)
+        """Report the requests to stop that this rank got, by who asked; rank 0, who is back."""
+        received, members = self._signals.received, self._world.members
+        back = len(members.back()) if members and self._world.is_main else 0
+        return Requests(received in PERSON, self._ends() or received in SCHEDULER, back)
 
-    def settle(self, step: Step, agreed: Requests) -> Action:  # noqa: ARG002
-        """Stop if any rank was asked to."""
+    def settle(self, step: Step, agreed: Requests) -> Action:
+        """Stop if any rank was asked to; raise GoOn if one is back and this step can be kept."""
         if agreed.by_person:
             return Action.STOP
+        if agreed.back and not (step.is_skipped or agreed.by_scheduler) and self._world.members:
+            if self._world.is_main:
+                self._world.members.let_in()
+            raise GoOn
         return Action.REQUEUE if agreed.by_scheduler else Action.CONTINUE
 
     def is_asked(self) -> bool:

@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -27,6 +27,8 @@ from rollcall.config import ConfigError
 from rollcall.messages.refusal import refusing
 from rollcall.system import fabric, guard, hosts
 from rollcall.system.process import die_with_parent
+from rollcall.train import torch_private
+from rollcall.train.ranks.members import REPLACES, SPARES, Members
 from rollcall.train.ranks.signals import await_lost_node
 from rollcall.train.torch_private import BatchNorm
 
@@ -134,6 +136,7 @@ class World:
         self.rank, self.local_rank = place.rank, place.local_rank
         self.world_size = place.world_size
         self.host = socket.gethostname()
+        self.members: Members | None = None  # who knows which ranks are lost and back, if anybody
 
     @classmethod
     def join(cls, device: str = "auto") -> World:
@@ -156,6 +159,10 @@ class World:
                 "process trains; start it with srun, or use slurm/multi_node.sbatch",
                 file=sys.stderr,
             )
+        if os.environ.get(SPARES) and world.device.type == "cpu":
+            world.members = Members(place.rank, place.world_size)
+            if REPLACES in os.environ:
+                return world.again()
         given: dict[str, Any] = {"backend": "gloo"}
         if world.device.type == "cuda":  # NCCL connects now, also for the groups of a mesh
             given = {"backend": "cpu:gloo,cuda:nccl", "device_id": world.device}
@@ -262,6 +269,16 @@ class World:
     def barrier(self) -> None:
         """Wait until every rank has called this."""
         dist.all_reduce(torch.zeros(1))
+
+    def again(self) -> World:
+        """Return the world of the ranks that take part now; see `Members.meet`."""
+        assert self.members is not None
+        if dist.is_initialized():
+            torch_private.abort()
+        World.joined = World(replace(self.place, **self.members.meet()), self.device)
+        torch_private.set_timeout(JOIN_TIMEOUT)
+        World.joined.members = self.members
+        return World.joined
 
     def leave(self) -> None:
         """End the process group; every rank must call this after the last collective."""

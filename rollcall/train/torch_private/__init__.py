@@ -5,6 +5,7 @@ torch that is installed. Unless an entry says more, torch 2.11 and 2.15 have wha
 import or a run fails with the missing name in a torch that has not.
 """
 
+import gc
 import importlib
 import json
 from collections import defaultdict
@@ -248,6 +249,12 @@ def set_timeout(timeout: timedelta) -> None:
     function = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     for group in [*distributed_c10d._world.pg_map]:
         function(timeout, group)
+
+
+def abort() -> None:
+    """Close all process groups without a word to other ranks; what waits in them fails."""
+    distributed_c10d._abort_process_group()
+    gc.collect()  # gloo closes its connections with the last reference to a group
 
 
 def record_memory(is_on: bool) -> None:

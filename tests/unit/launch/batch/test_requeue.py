@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -20,7 +21,9 @@ from rollcall.launch.batch import batch as batch_module
 from rollcall.launch.batch import placement
 from rollcall.launch.runs import restarts
 from rollcall.launch.runs.decision import BAD_HOST
+from rollcall.records.attempt import AttemptEvent, NodeState, PartState, new_attempt
 from rollcall.records.job import Submission
+from rollcall.records.run import Verdict
 from rollcall.records.run_dir import RunDir
 
 RUNNING = "RUNNING|None|2030-01-01T00:00:00|N/A"
@@ -102,6 +105,30 @@ def told(run: RunDir) -> list[str]:
     """What Slurm has heard."""
     path = run.path.parent / "told"
     return path.read_text().splitlines() if path.exists() else []
+
+
+def test_a_step_is_over_once_the_run_ended_with_it_and_all_nodes_have_said_how(run: RunDir) -> None:
+    process = batch_module.BatchProcess(argparse.Namespace(command=[], output=None), [], "7")
+    process.run = run
+
+    def write(state: PartState) -> None:
+        for node in (0, 1):
+            NodeState(0, node, f"n{node}", state, 1.0, 1).write(run.path)
+
+    started = AttemptEvent(0, "7", "started", 1.0, ["n1", "n2"], 2)
+    started.append(run.path)
+    new_attempt(run.path, 0)
+    write("running")
+    run.conclude(Verdict("done", 5, ""))
+    assert process._ended_attempt(0) is None, "it runs"
+    replace(started, event="ended", state="finished", exit_code=0).append(run.path)
+    assert process._ended_attempt(0) is not None
+    assert process._ended_attempt(1) is None, "it belongs to an earlier step"
+    assert not process._have_all_ended(0), "the nodes have not said how"
+    write("finished")
+    assert process._have_all_ended(0)
+    run.forget_verdict()
+    assert process._ended_attempt(0) is None, "it may start again"
 
 
 def test_a_part_of_a_chain_that_saved_has_not_failed(run: RunDir, batch: Batch) -> None:
