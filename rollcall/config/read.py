@@ -183,10 +183,12 @@ def _not_found(source: str) -> str:
 
 def _assign_all(values: dict[str, Any], words: Sequence[str]) -> None:
     texts = {item.name for item in describe() if item.type in ("text", "text | null")}
-    for word in words:
+    for place, word in enumerate(words):
         name, equals, text = word.partition("=")
         if not equals:
             continue
+        if lost := next((it for it in words[:place] if it.startswith(f"{name}.")), ""):
+            raise ConfigError(f"{word} replaces {lost}, which stands before it; write it first")
         if re.search("[ ,]", name):
             advice = "write the words apart, without quotes around several of them"
             if not re.search("[ ,]", name.strip()):

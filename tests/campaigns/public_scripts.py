@@ -6,7 +6,8 @@ not there is skipped. The packages that the scripts import must be installed, or
 Data sets that the scripts would download are replaced by small random ones of the same form.
 
 Each side runs in its own copy of the repository. The matches of a row's pattern in the output of
-every rank must be equal to the last digit. Exit code: 1 if a row differs.
+every rank must be equal to the last digit. JAX and TensorFlow know no torchrun: the other side is
+then one process per rank with variables written by hand. Exit code: 1 if a row differs.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import random
 import re
 import shlex
 import shutil
+import socket
 import struct
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -46,14 +49,14 @@ def mnist(folder: Path) -> None:
         (raw / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">ii", 2049, count) + labels)
 
 
-def images(folder: Path) -> None:
-    """Write random images of two classes for torchvision's ImageFolder."""
+def images(folder: Path, classes: int = 2) -> None:
+    """Write random images of a few classes for torchvision's ImageFolder."""
     from PIL import Image
 
     source = random.Random(0)
     for part, count in (("train", 16), ("val", 8)):
         for number in range(count):
-            path = folder / part / f"class{number % 2}" / f"{number}.jpg"
+            path = folder / part / f"class{number % classes}" / f"{number}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.frombytes("RGB", (64, 64), source.randbytes(64 * 64 * 3)).save(path)
 
@@ -102,7 +105,14 @@ def chats(folder: Path) -> None:
         (folder / kind / "train.jsonl").write_text(lines)
 
 
-DATA = {"mnist": mnist, "images": images, "text": text, "wikitext": wikitext, "chats": chats}
+DATA = {
+    "mnist": mnist,
+    "images": images,
+    "8-classes": partial(images, classes=8),
+    "text": text,
+    "wikitext": wikitext,
+    "chats": chats,
+}
 
 
 @dataclass(frozen=True)
@@ -119,6 +129,8 @@ class Row:
     code: int = 0  # 1 if the script fails by itself
     framework: str = "torch"
     module: str = ""  # an installed module instead of a file
+    roles: str = ""  # of TensorFlow's ranks: a chief first, and only it is compared
+    on_cpu: bool = False  # the script names CUDA; see cuda_on_cpu/
 
 
 def main() -> int:
@@ -159,6 +171,9 @@ def compare(row: Row, folder: Path) -> str:
                 DATA[kind](place / where)
             subprocess.run(["git", "init", "-q", str(top)], check=True)
             env = {**os.environ, "OMP_NUM_THREADS": "1"}
+            if row.on_cpu:
+                stand_in = str(TABLE.with_name("cuda_on_cpu"))
+                env["PYTHONPATH"] = os.pathsep.join([stand_in, env.get("PYTHONPATH", "")])
             for word in shlex.split(row.env):
                 name, _, value = word.partition("=")
                 paths = [str((place / value).resolve()), env.get(name, "")]
@@ -184,7 +199,9 @@ def compare(row: Row, folder: Path) -> str:
 def other_launcher(
     row: Row, words: list[str], place: Path, env: dict[str, str]
 ) -> tuple[int, list[str]]:
-    """Run with torchrun, or mpiexec; return the exit code and the output of each rank."""
+    """Run with torchrun, mpiexec or by hand; return the exit code and the output of each rank."""
+    if row.framework in ("jax", "tensorflow"):
+        return by_hand(row, words, place, env)
     logs = place / "logs-of-torchrun"
     if row.framework == "mpi":
         command = [
@@ -214,6 +231,48 @@ def other_launcher(
     return done.returncode, ["".join(path.read_text() for path in sorted(of)) for of in ranks]
 
 
+def by_hand(row: Row, words: list[str], place: Path, env: dict[str, str]) -> tuple[int, list[str]]:
+    """Start one process per rank, with the variables that its framework's documentation names."""
+    ports = []
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(row.ranks)]
+    for one in sockets:
+        ports.append(one.getsockname()[1])
+        one.close()
+    roles = row.roles.split(",") if row.roles else ["worker"] * row.ranks
+    cluster: dict[str, list[str]] = {}
+    for role, port in zip(roles, ports, strict=True):
+        cluster.setdefault(role, []).append(f"127.0.0.1:{port}")
+    ranks = []
+    for rank, role in enumerate(roles):
+        if row.framework == "tensorflow":
+            task = {"type": role, "index": roles[:rank].count(role)}
+            given = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
+        else:  # as mpirun of Open MPI would; JAX asks for the coordinator alone in its own name
+            given = {"OMPI_MCA_orte_hnp_uri": f"0.0;tcp://127.0.0.1:{ports[0]}"}
+            given |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{ports[0]}"}
+            given |= {"OMPI_COMM_WORLD_SIZE": str(row.ranks), "OMPI_COMM_WORLD_RANK": str(rank)}
+            given |= {"OMPI_COMM_WORLD_LOCAL_RANK": str(rank)}
+        log = (place / f"by-hand-{rank}").open("w+")
+        command = [sys.executable, *words]
+        process = subprocess.Popen(
+            command, cwd=place, env=env | given, stdout=log, stderr=subprocess.STDOUT
+        )
+        ranks.append((process, log))
+    try:
+        awaited = ranks[:1] if row.roles else ranks
+        code = max(process.wait(timeout=LIMIT) for process, _ in awaited)
+    finally:
+        for process, _ in ranks:
+            process.kill()
+            process.wait()
+    outputs = []
+    for _, log in awaited:
+        with log:
+            log.seek(0)
+            outputs.append(log.read())
+    return code, outputs
+
+
 def rollcall(row: Row, words: list[str], place: Path, env: dict[str, str]) -> tuple[int, list[str]]:
     """Run with rollcall on this machine; return the exit code and the output of each rank."""
     command = [
@@ -225,11 +284,14 @@ def rollcall(row: Row, words: list[str], place: Path, env: dict[str, str]) -> tu
     ]
     if row.data and not row.data.endswith(" ."):  # git may ignore it; then submit says so
         command.append(f"--link={row.data.split()[1]}")
+    if row.roles:
+        command.append(f"--roles={row.roles}")
     command += [f"--nproc-per-node={row.ranks}", f"--framework={row.framework}", "--", *words]
     done = subprocess.run(
         command, cwd=place, env=env, capture_output=True, text=True, timeout=LIMIT
     )
-    logs = [place / f"runs/run/logs/attempt-0/node-0/rank-{rank}.log" for rank in range(row.ranks)]
+    ranks = 1 if row.roles else row.ranks
+    logs = [place / f"runs/run/logs/attempt-0/node-0/rank-{rank}.log" for rank in range(ranks)]
     return done.returncode, [path.read_text() if path.exists() else done.stderr for path in logs]
 
 

@@ -45,6 +45,8 @@ ANSWERS = {
     "train digits data.name=text 'data.path=*.jpg'": "/*.jpg does not exist; expected the path",
     "train digits optim.args.betas=0.9": "expected a list such as [0.9, 0.95], got 0.9",
     "train digits optim.args.betas=[0.9]": "optim.args.betas: expected a further item, got [0.9]",
+    "train digits train.callbacks.X.args.a=1 train.callbacks=net:Net": "train.callbacks=net:Net "
+    "replaces train.callbacks.X.args.a=1, which stands before it; write it first",
     "train digits mnist": "got 'digits' and 'mnist'; leave one of them out",
     "train digits faults.on_nan=skip": "faults.max_skipped_steps and faults.on_repeated say",
     "why nosuch": "/runs, which has no runs; set --root",
