@@ -305,6 +305,8 @@ def _full_name(key: str, name: str) -> str:
         return known.get(name, name)
     if "." in name.strip("."):
         module, _, last = name.removeprefix("./").replace("/", ".").rpartition(".")
+        if name.startswith(("nn.", "F.", "torch.nn.")) and (hint := did_you_mean(last, known)):
+            raise ConfigError(f"{key}: unknown '{name}'{hint}")
         meant = f"{module}:{'NAME' if last == 'py' else last}"
         raise ConfigError(f"{key}: unknown '{name}'; write package.module:attribute, here {meant}")
     if key == "model.name":  # torchvision's are checked where torchvision is imported

@@ -82,7 +82,7 @@ def wikitext(folder: Path) -> None:
 
 
 def chats(folder: Path) -> None:
-    """Write a tiny causal model, its tokenizer, texts, and pairs of answers."""
+    """Write a tiny causal model, its tokenizer, texts, pairs of answers, and a configuration."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -98,6 +98,10 @@ def chats(folder: Path) -> None:
     shape = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
     config = GPT2Config(vocab_size=len(vocabulary), pad_token_id=1, eos_token_id=2, **shape)
     GPT2LMHeadModel(config).save_pretrained(folder / "tiny")
+    adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    zero = {"zero_optimization": {"stage": 2}, "optimizer": adam}
+    zero["train_micro_batch_size_per_gpu"] = "auto"
+    (folder / "zero.json").write_text(json.dumps(zero))
     for kind, columns in (("texts", ["text"]), ("pairs", ["prompt", "chosen", "rejected"])):
         (folder / kind).mkdir()
         rows = [{it: " ".join(source.choices(words, k=8)) for it in columns} for _ in range(64)]
