@@ -193,7 +193,8 @@ def compare(row: Row, folder: Path) -> str:
     if code_here != code and 0 in (code, code_here):
         return f"DIFFERS: exit codes {code} and {code_here}\n" + "\n".join(logs + logs_here)[-3000:]
     if not count or (code != 0) != (row.code != 0):
-        return f"not comparable: exit code {code}, {count} values: {logs[0][-300:]!r}"
+        errors = re.findall(r"(?m)^.*Error: .*$", "\n".join(logs)) or [logs[0][-300:]]
+        return f"not comparable: exit code {code}, {count} values: {errors[-1]!r}"
     if numbers != numbers_here:
         return f"DIFFERS: {numbers} and {numbers_here}"[:1500]
     last = next(of[-1] for of in numbers if of)

@@ -1,6 +1,7 @@
 """Let scripts that name CUDA run on CPUs: a folder for PYTHONPATH, the same under each launcher.
 
-"cuda" is the CPU, "nccl" is gloo, and DDP gets no device. Nothing else of torch changes.
+"cuda" is the CPU, "nccl" is gloo, and DDP gets no device. A seed is set where a script joins the
+others, as some set none. Nothing else of torch changes.
 """
 
 import sys
@@ -47,6 +48,7 @@ def _change(torch):
     join, wrap = dist.init_process_group, torch.nn.parallel.DistributedDataParallel.__init__
 
     def join_gloo(backend=None, *args, **kwargs):
+        torch.manual_seed(0)
         return join("gloo" if backend == "nccl" else backend, *args, **kwargs)
 
     def without_device(self, module, device_ids=None, output_device=None, **kwargs):  # noqa: ARG001
