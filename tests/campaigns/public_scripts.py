@@ -6,8 +6,8 @@ not there is skipped. The packages that the scripts import must be installed, or
 Data sets that the scripts would download are replaced by small random ones of the same form.
 
 Each side runs in its own copy of the repository. The matches of a row's pattern in the output of
-every rank must be equal to the last digit. JAX and TensorFlow know no torchrun: the other side is
-then one process per rank with variables written by hand. Exit code: 1 if a row differs.
+every rank must be equal to the last digit. JAX, TensorFlow and Ray know no torchrun: the other side
+is then one process per rank with variables written by hand. Exit code: 1 if a row differs.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def other_launcher(
     row: Row, words: list[str], place: Path, env: dict[str, str]
 ) -> tuple[int, list[str]]:
     """Run with torchrun, mpiexec or by hand; return the exit code and the output of each rank."""
-    if row.framework in ("jax", "tensorflow"):
+    if row.framework in ("jax", "tensorflow", "ray"):
         return by_hand(row, words, place, env)
     logs = place / "logs-of-torchrun"
     if row.framework == "mpi":
@@ -252,6 +252,8 @@ def by_hand(row: Row, words: list[str], place: Path, env: dict[str, str]) -> tup
         if row.framework == "tensorflow":
             task = {"type": role, "index": roles[:rank].count(role)}
             given = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
+        elif row.framework == "ray":  # starts its ranks itself
+            given = {}
         else:  # as mpirun of Open MPI would; JAX asks for the coordinator alone in its own name
             given = {"OMPI_MCA_orte_hnp_uri": f"0.0;tcp://127.0.0.1:{ports[0]}"}
             given |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{ports[0]}"}

@@ -201,7 +201,7 @@ ANSWERS = {
     "generate run --prompt x --length 0": "error: --length: expected at least 1, got 0\n",
     "generate run --prompt x --temperature nan": "temperature: expected at least 0, got nan\n",
     "predict run --split test": "--split: expected one of train, validation; got 'test'",
-    "submit --local --framework jaxx -- ok.py": "tensorflow, mpi; got 'jaxx', did you mean 'jax'?",
+    "submit --local --framework jaxx -- ok.py": "mpi, ray; got 'jaxx', did you mean 'jax'?",
     "submit --local --resume run -- ok.py": "; --resume takes no value, --name RUN names it",
     "submit --local --with timm -- ok.py": "write it before the command: ./env/run --with",
     "submit --local --link nope -- ok.py": "--link nope: no such file or directory in ",
