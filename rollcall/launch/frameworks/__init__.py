@@ -58,7 +58,7 @@ def _of_jax(context: RankContext) -> dict[str, object]:
 
 
 def _of_ray(_: RankContext) -> dict[str, bool]:
-    """Let torch in Ray's workers, which inherit this, open its own store instead of a launcher's."""
+    """Let torch in Ray's workers, which inherit this, open a store of its own."""
     return {"TORCHELASTIC_USE_AGENT_STORE": False}
 
 
