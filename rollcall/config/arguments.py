@@ -356,7 +356,7 @@ def _taken(slot: Slot, code: Code) -> dict[str, str]:
 
 
 def _no_argument(slot: Slot, key: str, name: str, arg: str, known: Iterable[str]) -> str:
-    if arg in slot.given:
+    if arg in slot.given and (arg != "momentum" or name == "sgd"):
         return f"{key}.{arg}: rollcall passes '{arg}' to {name} itself; remove the key"
     takes = f"; it takes {', '.join(known) or 'none'}"
     hint = did_you_mean(arg, known, prefix=f"{key}.")
