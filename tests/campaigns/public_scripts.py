@@ -98,7 +98,7 @@ def chats(folder: Path) -> None:
     shape = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
     config = GPT2Config(vocab_size=len(vocabulary), pad_token_id=1, eos_token_id=2, **shape)
     GPT2LMHeadModel(config).save_pretrained(folder / "tiny")
-    adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    adam = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
     zero = {"zero_optimization": {"stage": 2}, "optimizer": adam}
     zero["train_micro_batch_size_per_gpu"] = "auto"
     (folder / "zero.json").write_text(json.dumps(zero))
