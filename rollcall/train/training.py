@@ -171,17 +171,19 @@ def _kept_files(run: Run) -> Callable[[], bool]:
     A new run it deletes, unless a supervisor has made it; then it returns True, on all ranks.
     """
     run_dir, is_main = run.run_dir, run.world.is_main
-    if run.world.has_any(is_main and not run_dir.path.exists()):
-        return lambda: not is_main or shutil.rmtree(run_dir.path, ignore_errors=True) is None
+    is_new = run.world.has_any(is_main and not run_dir.path.exists())
     config = run_dir.config.read_text(errors="replace") if run_dir.config.exists() else ""
     verdict = run_dir.read_verdict()
 
     def put_back() -> bool:
-        if config and is_main:
-            write_atomic(run_dir.config, config)
-        if verdict and is_main:
-            run_dir.conclude(verdict)
-        return False
+        if is_new and is_main:
+            shutil.rmtree(run_dir.path, ignore_errors=True)
+        elif is_main:
+            if config:
+                write_atomic(run_dir.config, config)
+            if verdict:
+                run_dir.conclude(verdict)
+        return is_new
 
     return put_back
 

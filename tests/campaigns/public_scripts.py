@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -109,7 +110,7 @@ def chats(folder: Path) -> None:
         (folder / kind / "train.jsonl").write_text(lines)
 
 
-DATA = {
+DATA: dict[str, Callable[[Path], None]] = {
     "mnist": mnist,
     "images": images,
     "8-classes": partial(images, classes=8),

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_001, 8_000
+CORE_LINES, TOOLS_LINES = 39_050, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -30,22 +30,22 @@ SLACK = 10
 # name prints the table as it is now.
 BUDGET: dict[str, int] = {
     "rollcall": 65,
-    "rollcall/cli": 322,
-    "rollcall/config": 2604,
+    "rollcall/cli": 324,
+    "rollcall/config": 2613,
     "rollcall/launch": 1,
     "rollcall/launch/api": 387,
     "rollcall/launch/batch": 660,
     "rollcall/launch/commands": 1007,
     "rollcall/launch/doctor": 1279,
-    "rollcall/launch/frameworks": 272,
+    "rollcall/launch/frameworks": 284,
     "rollcall/launch/node": 1685,
     "rollcall/launch/program": 509,
-    "rollcall/launch/rank": 820,
+    "rollcall/launch/rank": 823,
     "rollcall/launch/remote": 136,
     "rollcall/launch/runs": 2020,
     "rollcall/launch/scheduler": 702,
-    "rollcall/launch/submission": 2374,
-    "rollcall/launch/sweep": 405,
+    "rollcall/launch/submission": 2381,
+    "rollcall/launch/sweep": 409,
     "rollcall/messages": 246,
     "rollcall/records": 1175,
     "rollcall/system": 850,
@@ -56,7 +56,7 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1441,
     "rollcall/tools/plan": 2257,
     "rollcall/tools/report": 1693,
-    "rollcall/train": 2529,
+    "rollcall/train": 2541,
     "rollcall/train/checkpoint": 3206,
     "rollcall/train/data": 2907,
     "rollcall/train/exact": 534,

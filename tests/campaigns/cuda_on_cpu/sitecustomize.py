@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Let scripts that name CUDA run on CPUs: a folder for PYTHONPATH, the same under each launcher.
 
 "cuda" is the CPU, "nccl" is gloo, and DDP gets no device. A seed is set where a script joins the

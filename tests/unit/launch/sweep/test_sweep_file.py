@@ -164,6 +164,6 @@ def test_a_relative_path_of_a_cell_is_found_by_its_job(
     read = definition.read(Path("start.yaml"))
     planned = sweep._plan(read, "runs", read.cells, [], local=True)
     (text,) = planned.files.values()
-    (tmp_path / "cells.json").write_text(text)
+    (tmp_path / "cells.json").write_text(str(text))
     words = [cell.words[-1] for cell in Cell.all_of(tmp_path / "cells.json")]
     assert words == [f"model.init={tmp_path}/{name}.pt" for name in ("one", "two")]
