@@ -186,11 +186,11 @@ def _not_found(source: str) -> str:
 
 def _assign_all(values: dict[str, Any], words: Sequence[str]) -> None:
     texts = {item.name for item in describe() if item.type in ("text", "text | null")}
-    for place, word in enumerate(words):
+    for number, word in enumerate(words):
         name, equals, text = word.partition("=")
         if not equals:
             continue
-        if lost := next((it for it in words[:place] if it.startswith(f"{name}.")), ""):
+        if lost := next((word for word in words[:number] if word.startswith(f"{name}.")), ""):
             raise ConfigError(f"{word} replaces {lost}, which stands before it; write it first")
         if re.search("[ ,]", name):
             advice = "write the words apart, without quotes around several of them"

@@ -91,7 +91,7 @@ def _plan(
         config = parse(words)[1]
         remarks |= dict.fromkeys(check_training(line, setup, config))
         paths = absolute_paths(config)  # of a key of the cell: its word comes after the sweep's
-        further[cell.name] += [it for it in paths if it.partition("=")[0] in cell.values]
+        further[cell.name] += [path for path in paths if path.partition("=")[0] in cell.values]
     for remark in remarks:
         note(remark)
     size = len(left) if local else int(cluster.configuration("MaxArraySize") or 1001)
