@@ -55,7 +55,7 @@ def files() -> set[Path]:
 
 def navigation() -> list[dict[str, Any]]:
     """Return the menu: the sections and pages of docs/README.md."""
-    menu: list[dict[str, Any]] = [{"rollcall": ["README.md", "docs/README.md"]}]
+    menu: list[dict[str, Any]] = [{"Home": ["README.md", "docs/README.md"]}]
     for line in (DOCS / "README.md").read_text().splitlines():
         if section := re.fullmatch(r"\*\*(.+)\*\*", line):
             menu.append({section[1]: []})

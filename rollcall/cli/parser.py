@@ -48,6 +48,8 @@ class Parser(argparse.ArgumentParser):
             options = {o for a in shown for o in a.option_strings if o[:2] == "--"} - {"--help"}
             word = words.split()[0].partition("=")[0] if words.startswith("-") else ""
             hint = did_you_mean(word, options, 0.75)
+            if self.prog == "rollcall doctor" and word in ("--nodes", "--partition"):
+                hint = f"; write rollcall submit --doctor {words}, which checks the nodes of a job"
             message += hint or f"; expected only {', '.join([*names, *sorted(options)])}"
         elif message.endswith(": RUN"):
             message += "; `rollcall status` lists the runs"

@@ -305,6 +305,8 @@ def _full_name(key: str, name: str) -> str:
         return known.get(name, name)
     if "." in name.strip("."):
         module, _, last = name.removeprefix("./").replace("/", ".").rpartition(".")
+        if name.startswith(("nn.", "F.", "torch.nn.")) and (hint := did_you_mean(last, known)):
+            raise ConfigError(f"{key}: unknown '{name}'{hint}")
         meant = f"{module}:{'NAME' if last == 'py' else last}"
         raise ConfigError(f"{key}: unknown '{name}'; write package.module:attribute, here {meant}")
     if key == "model.name":  # torchvision's are checked where torchvision is imported
@@ -353,7 +355,7 @@ def _taken(slot: Slot, code: Code) -> dict[str, str]:
 
 
 def _no_argument(slot: Slot, key: str, name: str, arg: str, known: Iterable[str]) -> str:
-    if arg in slot.given:
+    if arg in slot.given and (arg != "momentum" or name == "sgd"):
         return f"{key}.{arg}: rollcall passes '{arg}' to {name} itself; remove the key"
     takes = f"; it takes {', '.join(known) or 'none'}"
     hint = did_you_mean(arg, known, prefix=f"{key}.")

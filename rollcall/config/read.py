@@ -129,8 +129,9 @@ def _source(words: Sequence[str]) -> str:
         got = f"got '{sources[0]}' and '{sources[1]}'"
         keys = (re.split("[: ]+", word.lstrip("~+"), maxsplit=1) for word in sources[1:])
         keys = (key for key in keys if key[0].partition(".")[0] in sections())
-        given = (f"{key[0]}={''.join(key[1:]) or '...'}" for key in keys)
-        hint = next((f", did you mean {text}?" for text in given), "; leave one of them out")
+        given = [f"{key[0]}={''.join(key[1:]) or '...'}" for key in keys]
+        given += [f"--{word}" for word in sources if f"--{word}" in OPTIONS]
+        hint = f", did you mean {given[0]}?" if given else "; leave one of them out"
         raise ConfigError(f"expected one recipe or file and key=value pairs, {got}{hint}")
     return sources[0] if sources else "digits"
 
@@ -177,6 +178,8 @@ def _not_found(source: str) -> str:
         return f"'{source}': expected key=value, here {name}={value[0]}"
     if re.fullmatch(r"[\w.]+:\w+", source):
         return f"'{source}' is not a recipe; write model.name={source} or data.name={source}"
+    if source in {item.name for item in describe()}:
+        return f"'{source}' is a key; write {source}=..., or --help {source} to read about it"
     if "." in source and (hint := did_you_mean(source, (item.name for item in describe()), 0.8)):
         return f"'{source}': expected a recipe, not a key{hint} --help KEY explains a key"
     choices = f"; choose {', '.join(recipes())}, or a file that ends in .yaml"
@@ -185,10 +188,12 @@ def _not_found(source: str) -> str:
 
 def _assign_all(values: dict[str, Any], words: Sequence[str]) -> None:
     texts = {item.name for item in describe() if item.type in ("text", "text | null")}
-    for word in words:
+    for number, word in enumerate(words):
         name, equals, text = word.partition("=")
         if not equals:
             continue
+        if lost := next((word for word in words[:number] if word.startswith(f"{name}.")), ""):
+            raise ConfigError(f"{word} replaces {lost}, which stands before it; write it first")
         if re.search("[ ,]", name):
             advice = "write the words apart, without quotes around several of them"
             if not re.search("[ ,]", name.strip()):

@@ -141,6 +141,8 @@ def _line(key: str, errors: list[Any]) -> str:
         hint = "; indent its keys" if value is None else ""
         if isinstance(value, str) and first == f"{key}.name":
             hint = f", did you mean {first}={value}?"
+        elif isinstance(value, str) and (answer := _find(synonyms()["elsewhere"], key)):
+            hint = f"; {answer}"
         return f"{key}: expected a section with keys such as {first}, got {got}{hint}"
     wanted = " or ".join(dict.fromkeys(map(expected, errors))).replace("'", "")
     item = next((item for item in describe() if item.name == key), None)

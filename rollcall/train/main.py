@@ -132,7 +132,10 @@ def _asked_ranks(words: Sequence[str]) -> tuple[int, Sequence[str]]:
             count = count or "".join(words[number + 1 : end])
             if not count.isdecimal() or int(count) < 1:
                 raise ConfigError(f"{option}: expected a number of ranks such as 4, got '{count}'")
-            return int(count), [*words[:number], *words[end:]]
+            rest = [*words[:number], *words[end:]]
+            if any(map(RANKS.fullmatch, rest)):
+                raise ConfigError(f"{option}: the number of ranks is given twice; leave one out")
+            return int(count), rest
     return 0, words
 
 

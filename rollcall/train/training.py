@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from rollcall.config import Config, ConfigError, arguments
+from rollcall.messages.refusal import RankError
 from rollcall.messages.text import announce, counted
 from rollcall.records.attempt import LOST_PEER
 from rollcall.records.run_dir import FencedError, RunDir, State, Verdict, default_name
@@ -78,7 +80,7 @@ def _train(recipe: str, config: Config, world: World, signals: StopSignals, kept
     announce("reading the data and building the model")
     # A run that is refused leaves nothing behind.
     parts = _build(run, signals, checks=False) if kept else _build_twice(run, signals)
-    put_back = _kept_files(run)
+    put_back, begun = _kept_files(run), None
     _open(run)
     size = parts.trainer.steps.gradient.micro_batch
     if is_searched and size and world.is_main:  # a resumed run keeps it, to stay exact
@@ -92,13 +94,10 @@ def _train(recipe: str, config: Config, world: World, signals: StopSignals, kept
             run.say(f"rollcall: {parts.strategy.describe()}")
             if advice := not run.config.exact and precision.advice(run.config.precision, device):
                 run.say(f"rollcall: {advice}")
-        try:
-            if not trainer.resume(kept) and parts.start.resumes:
-                raise ConfigError(f"{run.run_dir.checkpoints} was emptied meanwhile: start again")
-            trainer.state.adopt(parts.callbacks.open(parts.strategy.model))
-        except ConfigError:
-            put_back()
-            raise
+        if not trainer.resume(kept) and parts.start.resumes:
+            raise ConfigError(f"{run.run_dir.checkpoints} was emptied meanwhile: start again")
+        trainer.state.adopt(parts.callbacks.open(parts.strategy.model))
+        begun = run.progress.step
         if run.config.log.fingerprints:
             parts.recorder.begin()
         patience = run.config.faults.hang_seconds
@@ -113,6 +112,10 @@ def _train(recipe: str, config: Config, world: World, signals: StopSignals, kept
     except (FencedError, GoOn):  # the files of the run belong to another attempt now, or group
         raise
     except (Exception, SystemExit) as error:
+        is_alone = isinstance(error, RankError) and world.world_size > 1
+        is_refused = isinstance(error, ConfigError) and not is_alone
+        if is_refused and begun in (None, run.progress.step) and put_back():
+            raise
         failure.tell_run(run.run_dir, world.rank, error)
         if world.is_main:
             reason = failure.describe(error)
@@ -169,19 +172,25 @@ class _Parts:
     start: Start
 
 
-def _kept_files(run: Run) -> Callable[[], None]:
-    """Return a function that restores the files of the attempt before, on rank 0."""
-    run_dir = run.run_dir
-    if not run.world.is_main:
-        return lambda: None
+def _kept_files(run: Run) -> Callable[[], bool]:
+    """Return a function that restores the files of the attempt before, on rank 0.
+
+    A new run it deletes, unless a supervisor has made it; then it returns True, on all ranks.
+    """
+    run_dir, is_main = run.run_dir, run.world.is_main
+    is_new = run.world.has_any(is_main and not run_dir.path.exists())
     config = run_dir.config.read_text(errors="replace") if run_dir.config.exists() else ""
     verdict = run_dir.read_verdict()
 
-    def put_back() -> None:
-        if config:
-            write_atomic(run_dir.config, config)
-        if verdict:
-            run_dir.conclude(verdict)
+    def put_back() -> bool:
+        if is_new and is_main:
+            shutil.rmtree(run_dir.path, ignore_errors=True)
+        elif is_main:
+            if config:
+                write_atomic(run_dir.config, config)
+            if verdict:
+                run_dir.conclude(verdict)
+        return is_new
 
     return put_back
 

@@ -6,7 +6,8 @@ not there is skipped. The packages that the scripts import must be installed, or
 Data sets that the scripts would download are replaced by small random ones of the same form.
 
 Each side runs in its own copy of the repository. The matches of a row's pattern in the output of
-every rank must be equal to the last digit. Exit code: 1 if a row differs.
+every rank must be equal to the last digit. JAX, TensorFlow and Ray know no torchrun: the other side
+is then one process per rank with variables written by hand. Exit code: 1 if a row differs.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ import random
 import re
 import shlex
 import shutil
+import socket
 import struct
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -46,14 +50,14 @@ def mnist(folder: Path) -> None:
         (raw / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">ii", 2049, count) + labels)
 
 
-def images(folder: Path) -> None:
-    """Write random images of two classes for torchvision's ImageFolder."""
+def images(folder: Path, classes: int = 2) -> None:
+    """Write random images of a few classes for torchvision's ImageFolder."""
     from PIL import Image
 
     source = random.Random(0)
     for part, count in (("train", 16), ("val", 8)):
         for number in range(count):
-            path = folder / part / f"class{number % 2}" / f"{number}.jpg"
+            path = folder / part / f"class{number % classes}" / f"{number}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.frombytes("RGB", (64, 64), source.randbytes(64 * 64 * 3)).save(path)
 
@@ -79,7 +83,7 @@ def wikitext(folder: Path) -> None:
 
 
 def chats(folder: Path) -> None:
-    """Write a tiny causal model, its tokenizer, texts, and pairs of answers."""
+    """Write a tiny causal model, its tokenizer, texts, pairs of answers, and a configuration."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -95,6 +99,10 @@ def chats(folder: Path) -> None:
     shape = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
     config = GPT2Config(vocab_size=len(vocabulary), pad_token_id=1, eos_token_id=2, **shape)
     GPT2LMHeadModel(config).save_pretrained(folder / "tiny")
+    adam = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
+    zero = {"zero_optimization": {"stage": 2}, "optimizer": adam}
+    zero["train_micro_batch_size_per_gpu"] = "auto"
+    (folder / "zero.json").write_text(json.dumps(zero))
     for kind, columns in (("texts", ["text"]), ("pairs", ["prompt", "chosen", "rejected"])):
         (folder / kind).mkdir()
         rows = [{it: " ".join(source.choices(words, k=8)) for it in columns} for _ in range(64)]
@@ -102,7 +110,14 @@ def chats(folder: Path) -> None:
         (folder / kind / "train.jsonl").write_text(lines)
 
 
-DATA = {"mnist": mnist, "images": images, "text": text, "wikitext": wikitext, "chats": chats}
+DATA: dict[str, Callable[[Path], None]] = {
+    "mnist": mnist,
+    "images": images,
+    "8-classes": partial(images, classes=8),
+    "text": text,
+    "wikitext": wikitext,
+    "chats": chats,
+}
 
 
 @dataclass(frozen=True)
@@ -119,6 +134,8 @@ class Row:
     code: int = 0  # 1 if the script fails by itself
     framework: str = "torch"
     module: str = ""  # an installed module instead of a file
+    roles: str = ""  # of TensorFlow's ranks: a chief first, and only it is compared
+    on_cpu: bool = False  # the script names CUDA; see cuda_on_cpu/
 
 
 def main() -> int:
@@ -159,6 +176,9 @@ def compare(row: Row, folder: Path) -> str:
                 DATA[kind](place / where)
             subprocess.run(["git", "init", "-q", str(top)], check=True)
             env = {**os.environ, "OMP_NUM_THREADS": "1"}
+            if row.on_cpu:
+                stand_in = str(TABLE.with_name("cuda_on_cpu"))
+                env["PYTHONPATH"] = os.pathsep.join([stand_in, env.get("PYTHONPATH", "")])
             for word in shlex.split(row.env):
                 name, _, value = word.partition("=")
                 paths = [str((place / value).resolve()), env.get(name, "")]
@@ -174,7 +194,8 @@ def compare(row: Row, folder: Path) -> str:
     if code_here != code and 0 in (code, code_here):
         return f"DIFFERS: exit codes {code} and {code_here}\n" + "\n".join(logs + logs_here)[-3000:]
     if not count or (code != 0) != (row.code != 0):
-        return f"not comparable: exit code {code}, {count} values: {logs[0][-300:]!r}"
+        errors = re.findall(r"(?m)^.*Error: .*$", "\n".join(logs)) or [logs[0][-300:]]
+        return f"not comparable: exit code {code}, {count} values: {errors[-1]!r}"
     if numbers != numbers_here:
         return f"DIFFERS: {numbers} and {numbers_here}"[:1500]
     last = next(of[-1] for of in numbers if of)
@@ -184,7 +205,9 @@ def compare(row: Row, folder: Path) -> str:
 def other_launcher(
     row: Row, words: list[str], place: Path, env: dict[str, str]
 ) -> tuple[int, list[str]]:
-    """Run with torchrun, or mpiexec; return the exit code and the output of each rank."""
+    """Run with torchrun, mpiexec or by hand; return the exit code and the output of each rank."""
+    if row.framework in ("jax", "tensorflow", "ray"):
+        return by_hand(row, words, place, env)
     logs = place / "logs-of-torchrun"
     if row.framework == "mpi":
         command = [
@@ -214,6 +237,50 @@ def other_launcher(
     return done.returncode, ["".join(path.read_text() for path in sorted(of)) for of in ranks]
 
 
+def by_hand(row: Row, words: list[str], place: Path, env: dict[str, str]) -> tuple[int, list[str]]:
+    """Start one process per rank, with the variables that its framework's documentation names."""
+    ports = []
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(row.ranks)]
+    for one in sockets:
+        ports.append(one.getsockname()[1])
+        one.close()
+    roles = row.roles.split(",") if row.roles else ["worker"] * row.ranks
+    cluster: dict[str, list[str]] = {}
+    for role, port in zip(roles, ports, strict=True):
+        cluster.setdefault(role, []).append(f"127.0.0.1:{port}")
+    ranks = []
+    for rank, role in enumerate(roles):
+        if row.framework == "tensorflow":
+            task = {"type": role, "index": roles[:rank].count(role)}
+            given = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
+        elif row.framework == "ray":  # starts its ranks itself
+            given = {}
+        else:  # as mpirun of Open MPI would; JAX asks for the coordinator alone in its own name
+            given = {"OMPI_MCA_orte_hnp_uri": f"0.0;tcp://127.0.0.1:{ports[0]}"}
+            given |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{ports[0]}"}
+            given |= {"OMPI_COMM_WORLD_SIZE": str(row.ranks), "OMPI_COMM_WORLD_RANK": str(rank)}
+            given |= {"OMPI_COMM_WORLD_LOCAL_RANK": str(rank)}
+        log = (place / f"by-hand-{rank}").open("w+")
+        command = [sys.executable, *words]
+        process = subprocess.Popen(
+            command, cwd=place, env=env | given, stdout=log, stderr=subprocess.STDOUT
+        )
+        ranks.append((process, log))
+    try:
+        awaited = ranks[:1] if row.roles else ranks
+        code = max(process.wait(timeout=LIMIT) for process, _ in awaited)
+    finally:
+        for process, _ in ranks:
+            process.kill()
+            process.wait()
+    outputs = []
+    for _, log in awaited:
+        with log:
+            log.seek(0)
+            outputs.append(log.read())
+    return code, outputs
+
+
 def rollcall(row: Row, words: list[str], place: Path, env: dict[str, str]) -> tuple[int, list[str]]:
     """Run with rollcall on this machine; return the exit code and the output of each rank."""
     command = [
@@ -225,11 +292,14 @@ def rollcall(row: Row, words: list[str], place: Path, env: dict[str, str]) -> tu
     ]
     if row.data and not row.data.endswith(" ."):  # git may ignore it; then submit says so
         command.append(f"--link={row.data.split()[1]}")
+    if row.roles:
+        command.append(f"--roles={row.roles}")
     command += [f"--nproc-per-node={row.ranks}", f"--framework={row.framework}", "--", *words]
     done = subprocess.run(
         command, cwd=place, env=env, capture_output=True, text=True, timeout=LIMIT
     )
-    logs = [place / f"runs/run/logs/attempt-0/node-0/rank-{rank}.log" for rank in range(row.ranks)]
+    ranks = 1 if row.roles else row.ranks
+    logs = [place / f"runs/run/logs/attempt-0/node-0/rank-{rank}.log" for rank in range(ranks)]
     return done.returncode, [path.read_text() if path.exists() else done.stderr for path in logs]
 
 

@@ -115,6 +115,31 @@ def test_a_student_by_plugins(student: Journey) -> None:
 
 
 @pytest.mark.long
+def test_a_student_stops_a_run_and_continues_it(student: Journey) -> None:
+    """No step is lost or done twice, and the losses are those of a run that nobody stopped."""
+    words = "./mine.yaml train.epochs=20 train.stop_after=null log.every=1"
+    submit = f"rollcall submit --local --nproc-per-node 2 --name n {words}"
+    student.types(submit)
+    deadline = time.monotonic() + 500
+    metrics = student.home / "runs/n/metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count('"loss"') < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    student.types("rollcall cancel n")
+    while not (student.home / "runs/n/verdict.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert student.state("n") == "stopped"
+    student.types("rollcall why n")
+    before = max(student.losses("n"))
+    assert "done: 60 steps trained" in student.types(f"{submit} --wait")
+    assert before < 60 and sorted(student.losses("n")) == [*range(1, 61)]
+    assert not (student.home / "runs/n/forgotten.jsonl").exists()
+    student.types(f"rollcall train --ranks 2 {words} run.name=undisturbed")
+    assert student.losses("n") == pytest.approx(student.losses("undisturbed"), rel=1e-6)
+
+
+@pytest.mark.long
 def test_a_student_by_the_library(student: Journey) -> None:
     before, after = (
         (PHOTOS / name).read_text().splitlines() for name in ("photos.py", "photos_library.py")

@@ -57,6 +57,11 @@ def _of_jax(context: RankContext) -> dict[str, object]:
     }
 
 
+def _of_ray(_: RankContext) -> dict[str, bool]:
+    """Let torch in Ray's workers, which inherit this, open a store of its own."""
+    return {"TORCHELASTIC_USE_AGENT_STORE": False}
+
+
 TORCH = frozenset({"torch", "lightning", "pytorch_lightning", "accelerate", "transformers"})
 TABLE: dict[str, Framework] = {
     "torch": Framework(TORCH, lambda _: {}, meets_at_master=True),
@@ -64,6 +69,7 @@ TABLE: dict[str, Framework] = {
     "jax": Framework(frozenset({"jax", "flax", "optax", "equinox"}), _of_jax),
     "tensorflow": Framework(frozenset({"tensorflow", "keras"}), _of_tensorflow),
     "mpi": mpi.FRAMEWORK,
+    "ray": Framework(frozenset({"ray"}), _of_ray),
 }
 """All frameworks by their names for `--framework`."""
 
@@ -88,5 +94,6 @@ def guess(program: Sequence[str]) -> str:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             packages.add(node.module.partition(".")[0])
     names = [name for name, framework in TABLE.items() if packages & framework.imports]
-    # A script that also imports torch meets through torch, unless DeepSpeed or MPI does that.
-    return next((name for name in names if name in ("deepspeed", "mpi")), [*names, "torch"][0])
+    # A script that also imports torch meets through torch, unless one of these does that.
+    others = ("deepspeed", "mpi", "ray")
+    return next((name for name in names if name in others), [*names, "torch"][0])

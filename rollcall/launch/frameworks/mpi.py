@@ -8,6 +8,7 @@ MVAPICH (MPICH's src/pmi/src/pmi_v1.c). Open MPI understands only PMIx: use mpir
 import os
 import shlex
 import socket
+import uuid
 
 from rollcall.launch.frameworks.framework import Framework, KeyValueStore, RankContext
 from rollcall.system.process import die_with_parent
@@ -25,12 +26,16 @@ class _Server:
             "init": "cmd=response_to_init pmi_version=1 pmi_subversion=1",
             "get_maxes": "cmd=maxes kvsname_max=256 keylen_max=256 vallen_max=1024",
             "get_appnum": "cmd=appnum appnum=0",
-            "get_my_kvsname": "cmd=my_kvsname kvsname=rollcall",
             "get_universe_size": f"cmd=universe_size size={size}",
             "finalize": "cmd=finalize_ack",
         }
         if command in fixed:
             return f"{fixed[command]} rc=0"
+        if command == "get_my_kvsname":
+            if self._context.rank == 0:  # MPICH names its shared memory on a node after it
+                self._store.set("name of the job", f"rollcall-{uuid.uuid4().hex}")
+            name = self._store.get("name of the job").decode()
+            return f"cmd=my_kvsname kvsname={name} rc=0"
         if command == "put":
             self._store.set(given["key"], given["value"])
             return "cmd=put_result rc=0 msg=success"

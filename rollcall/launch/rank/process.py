@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import json
 import os
@@ -99,6 +100,8 @@ def exit_rank(code: int) -> NoReturn:
         except (OSError, ValueError):  # a full disk, or the program has closed it
             code = code or 120  # Python's own code for this
     user_program.close_files()
+    if "PMI_FD" in os.environ:  # mpi4py and MPICH end the job in handlers of the interpreter and C
+        ctypes.pythonapi.Py_Exit(code)
     os._exit(code)
 
 

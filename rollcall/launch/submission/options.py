@@ -164,7 +164,8 @@ def _read_groups(argv: Sequence[str], program: Sequence[str]) -> CommandLine:
 def _refuse_forgotten_dashes(argv: Sequence[str]) -> None:
     """Raise RefusedError with the right command line if a script stands where a recipe belongs."""
     quoted = next((word for word in argv if word.partition(" ")[0] in STARTERS), "")
-    argv = [part for word in argv for part in (word.split() if word == quoted else [word])]
+    words = [word for word in argv if word != "--wrap"]
+    argv = [part for word in words for part in (word.split() if word == quoted else [word])]
     for place, (before, word) in enumerate(pairwise(("", *argv))):
         after = "".join(argv[place + 1 : place + 2])
         is_module = word == "-m" and not re.match(DISTRIBUTIONS, after)

@@ -179,8 +179,14 @@ def _check_copy(code: UserCode, run: RunDir, links: Sequence[str]) -> None:
 def _training(words: Sequence[str], run: RunDir, config: Config) -> tuple[str, ...]:
     """Return what a rank runs to train, with paths that work in a job."""
     copied = [str(run.job / Path(source).name) if is_file(source) else source for source in words]
+    return (*installation.TRAIN, *copied, *absolute_paths(config))
+
+
+def absolute_paths(config: Config) -> list[str]:
+    """Return words for paths relative to this directory, as the job works in another one."""
+    copied: list[str] = []
     root = Path(config.data.root)
-    if not root.is_absolute():  # relative to this directory, and the job works in another one
+    if not root.is_absolute():
         copied.append(word("data.root", str(root.absolute())))
     copied += [word("run.trust", config.run.trust)] if config.run.trust else []
     parts = [part.strip() for part in (config.data.path or "").split(",")]
@@ -191,7 +197,7 @@ def _training(words: Sequence[str], run: RunDir, config: Config) -> tuple[str, .
     weights = Path(init) if is_there(Path(init)) else named(init, "checkpoints")
     if init and weights and not weights.is_absolute():
         copied.append(word("model.init", str(weights.absolute())))
-    return (*installation.TRAIN, *copied)
+    return copied
 
 
 def _is_here(pattern: str) -> bool:

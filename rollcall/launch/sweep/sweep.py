@@ -23,7 +23,7 @@ from rollcall.launch.runs import find, states
 from rollcall.launch.scheduler import cluster, slurm
 from rollcall.launch.scheduler.job import Job
 from rollcall.launch.submission import command, layers, resources
-from rollcall.launch.submission.plan import SubmissionPlan, check_training, plan
+from rollcall.launch.submission.plan import SubmissionPlan, absolute_paths, check_training, plan
 from rollcall.launch.sweep import definition
 from rollcall.launch.sweep.definition import Sweep, SweepCell
 from rollcall.messages.refusal import RefusedError
@@ -84,10 +84,14 @@ def _plan(
     at = base.job.command.index("--")
     trained = training_words(base.job.command[at + 1 :])
     remarks: dict[str, None] = {}
+    further = {cell.name: cell.words(trained is not None) for cell in left}
     for cell in left if trained is not None else ():
         words = [*(training_words(line.program) or line.own.words), *cell.words(True)]
         words += [word("run.root", str(base.run.path)), word("run.name", cell.name)]
-        remarks |= dict.fromkeys(check_training(line, setup, parse(words)[1]))
+        config = parse(words)[1]
+        remarks |= dict.fromkeys(check_training(line, setup, config))
+        paths = absolute_paths(config)  # of a key of the cell: its word comes after the sweep's
+        further[cell.name] += [path for path in paths if path.partition("=")[0] in cell.values]
     for remark in remarks:
         note(remark)
     size = len(left) if local else int(cluster.configuration("MaxArraySize") or 1001)
@@ -97,7 +101,7 @@ def _plan(
     for first in range(0, len(left), size):
         part = left[first : first + size]
         name = CellRecord.file_name(stamp, first)
-        cells = [CellRecord(cell.name, cell.words(trained is not None)) for cell in part]
+        cells = [CellRecord(cell.name, further[cell.name]) for cell in part]
         files[name] = json.dumps([cell.as_dict() for cell in cells], indent=1)
         option = f"--cells={base.run.job / name}"
         supervised = (*base.job.command[:at], option, *base.job.command[at:])

@@ -97,7 +97,7 @@ def over_seeds(stories: Sequence[Story]) -> list[list[str]]:
         rows.append([*(pair.partition("=")[2] for pair in pairs), str(len(runs))])
         for key in keys:
             known = [run.result[key] for run in runs]
-            spread = f" ± {value_of(key, stdev(known))}" if len(known) > 1 else ""
+            spread = f" ± {value_of(key, float(f'{stdev(known):.2g}'))}" if len(known) > 1 else ""
             rows[-1].append(f"{value_of(key, mean(known))}{spread}")
     return rows
 

@@ -287,7 +287,7 @@ def _cells(path: Path) -> dict[str, dict[str, str]]:
 def _plain(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
-    return str(value)
+    return f"{value:g}" if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def _facts(

@@ -284,3 +284,18 @@ def test_ranks_get_what_the_fabric_needs_and_the_run_keeps_it(
     state = NodeState.read(tmp_path / "runs" / "one", attempt=0, node=0)
     assert state and state.nccl and state.nccl["FI_MR_CACHE_MONITOR"] == "userfaultfd"
     assert "NCCL_CROSS_NIC" not in state.nccl
+
+
+def test_handlers_of_c_end_a_rank_of_mpi(tmp_path: Path) -> None:
+    """MPICH removes its shared memory in one; on_exit passes the exit code and a pointer."""
+    (tmp_path / "ends.py").write_text(
+        "import ctypes, sys\n"
+        "libc = ctypes.CDLL(None)\n"
+        "libc.strdup.restype = ctypes.c_void_p\n"
+        "text = ctypes.c_void_p(libc.strdup(b'handler of C'))\n"
+        "libc.on_exit(ctypes.cast(libc.dprintf, ctypes.c_void_p), text)\n"
+        "sys.exit(1)  # dprintf gets it as the file to write to\n"
+    )
+    words = "--local --wait --name mpi --nproc-per-node 1 --framework mpi -- ends.py"
+    done = subprocess.run([*SUBMIT, *words.split()], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "handler of C" in done.stdout, done.stderr

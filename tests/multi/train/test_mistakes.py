@@ -391,10 +391,11 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("name", TABLE)
 def test_one_sentence_names_what_is_wrong(name: str, refusals: dict[str, list[Any]]) -> None:
-    kind, message = refusals[name]
+    kind, message, trained = refusals[name]
     assert kind == "ConfigError", message
     assert "\n" not in message
     assert re.search(TABLE[name][1], message), message
+    assert trained is not False, "a run that never trained a step has left its directory"
 
 
 def test_the_same_without_a_mistake_trains(refusals: dict[str, list[Any]]) -> None:
@@ -429,6 +430,9 @@ def _make_mistakes(pipe: Any, root: str, port: int) -> None:
                 [event] = RunDir(Path(root), f"m{number}").read_events("evaluated")
                 found[name] = ["", state, event]
             except Exception as error:
-                found[name] = [type(error).__name__, str(error)]
+                run = RunDir(Path(root), f"m{number}")
+                verdict = run.read_verdict()
+                left = verdict is not None and verdict.step > 0 if run.path.exists() else None
+                found[name] = [type(error).__name__, str(error), left]
         world.leave()
     pipe.send(found)

@@ -93,12 +93,12 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from rollcall.train.checkpoint.tools import export
-
     path, target = _checkpoint(arguments.path, arguments.best), arguments.target
     form = arguments.format or target.suffix.removeprefix(".")
     if target.is_dir() or not target.absolute().parent.is_dir():
         raise ConfigError(f"{target}: expected a new name in a folder that exists")
+    from rollcall.train.checkpoint.tools import export  # imports torch
+
     if form not in export.FORMATS:
         forms = ".safetensors or .pt, or for a new folder --format hf"
         raise ConfigError(f"{target}: expected a name that ends in {forms}")

@@ -26,6 +26,7 @@ ADDRESSES = ["10.0.0.1:5", "10.0.0.1:6", "10.0.0.2:5", "10.0.0.2:6"]
     [
         ("import flax.linen", "jax"),
         ("def f():\n    from tensorflow import keras", "tensorflow"),
+        ("import torch\nfrom ray.train.torch import TorchTrainer", "ray"),
         ("import torch\nimport jax", "torch"),
         ("import torch\nimport deepspeed", "deepspeed"),
         ("from mpi4py import MPI", "mpi"),
@@ -58,18 +59,21 @@ def test_ranks_without_torch_exchange_through_files(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
 
-    def of_rank(rank: int) -> tuple[Sequence[str], str]:
+    def of_rank(rank: int, folder: Path = tmp_path) -> tuple[Sequence[str], str, str]:
         env = {**TORCHRUN, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        place = RankContext(env, lambda: surroundings.store(env, tmp_path), list)
+        place = RankContext(env, lambda: surroundings.store(env, folder), list)
         pmi = mpi._Server(place, place.store())
         pmi.answer({"cmd": "put", "key": f"k/{rank}", "value": f"v{rank}"})
         pmi.answer({"cmd": "barrier_in"})
         found = pmi.answer({"cmd": "get", "key": f"k/{1 - rank}"})
-        return surroundings._addresses(env, tmp_path), found.rpartition("=")[2]
+        job = pmi.answer({"cmd": "get_my_kvsname"})
+        return surroundings._addresses(env, folder), found.rpartition("=")[2], job
 
     with ThreadPoolExecutor() as threads:
-        (first, of_first), (second, of_second) = threads.map(of_rank, range(2))
+        (first, of_first, job), (second, of_second, same) = threads.map(of_rank, range(2))
+        (*_, other), _ = threads.map(of_rank, range(2), [tmp_path / "other"] * 2)
     assert first == second and len(set(first)) == 2
+    assert job == same != other, "MPICH names memory after it, which two jobs must not share"
     assert (of_first, of_second) == ("v1", "v0")
 
 

@@ -18,6 +18,7 @@ from rollcall.launch.scheduler.job import array_tasks
 from rollcall.launch.submission import executors
 from rollcall.launch.sweep import definition, local, sweep
 from rollcall.messages.refusal import RefusedError
+from rollcall.records.job import Cell
 from rollcall.records.run import LoggedStep, Validation, Verdict
 from rollcall.records.run_dir import RunDir
 
@@ -147,3 +148,22 @@ def test_the_cells_of_a_recipe_of_ones_own_are_checked_before_it_is_copied(
     write(tmp_path, grid % "fast")
     assert cli.main(["sweep", "submit", "--local", "--dry-run", "lr.yaml"]) == 2
     assert "optim.lr: expected a number such as 0.001, got 'fast'" in capsys.readouterr().err
+
+
+def test_a_relative_path_of_a_cell_is_found_by_its_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks work in a copy of the code, which has no weights."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("one.pt", "two.pt", "words.txt"):
+        Path(name).write_text("a cat")
+    Path("start.yaml").write_text(
+        "program: [gpt, data.name=text, model.init=one.pt, data.path=words.txt]\n"
+        "grid: {model.init: [one.pt, two.pt], seed: [1]}\n"
+    )
+    read = definition.read(Path("start.yaml"))
+    planned = sweep._plan(read, "runs", read.cells, [], local=True)
+    (text,) = planned.files.values()
+    (tmp_path / "cells.json").write_text(str(text))
+    words = [cell.words[-1] for cell in Cell.all_of(tmp_path / "cells.json")]
+    assert words == [f"model.init={tmp_path}/{name}.pt" for name in ("one", "two")]
