@@ -168,7 +168,7 @@ class Spread:
         """
         problem, begun = "", time.perf_counter()
         raised: BaseException | None = None
-        own: BaseException | None = None
+        original: BaseException | None = None
         try:
             with (attempt or self._meeting.attempt)():
                 result = work()
@@ -185,14 +185,14 @@ class Spread:
                 raised = ConfigError(cause)
                 raised.__cause__ = error
             else:
-                own, what = error, failure.describe(error)
+                original, what = error, failure.describe(error)
                 raised = ConfigError(
                     f"{self._rank} failed in the check before the first step: {what}"
                 )
         for kind in (ConfigError, Unsplit):
             is_kind = isinstance(raised, kind)
             if first := self._world.first_problem(str(raised) if is_kind else ""):
-                raise (own or raised if is_kind else None) or kind(first)
+                raise (original or raised if is_kind else None) or kind(first)
         self._left_out(problem)
         raise Failed
 
@@ -295,10 +295,12 @@ class Spread:
             self._run.warn(str(error))
             return
         if shared:  # this rank has passed one of the samples, and needs the sums of the other
-            own, other = single.pop(), 2 - world.rank % 2
-            sums = world.gather(torch.tensor([own.total, own.weight], dtype=torch.float64))
-            single += [own._replace(total=total, weight=part) for total, part in sums[:2].tolist()]
-            single[other] = single[other]._replace(outputs={name: [] for name in own.outputs})
+            passed, other = single.pop(), 2 - world.rank % 2
+            sums = world.gather(torch.tensor([passed.total, passed.weight], dtype=torch.float64))
+            single += [
+                passed._replace(total=total, weight=part) for total, part in sums[:2].tolist()
+            ]
+            single[other] = single[other]._replace(outputs={name: [] for name in passed.outputs})
         if world.has_any(bool(self._depends(single))):
             with suppress(Failed, Unsplit):
                 named = self._try(lambda: self._single(model, plain, names=True))  # names a module

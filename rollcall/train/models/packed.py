@@ -1,7 +1,7 @@
 """Attention within the rows that are packed into a sequence, without a mask of length × length.
 
 On GPUs torch's flex_attention, https://arxiv.org/abs/2412.05496, compiles a kernel that compares
-the rows' numbers itself, and skips blocks that share no row. It takes grouped queries as they are.
+the rows' numbers itself, and skips blocks that share no row. It copies no grouped heads.
 """
 
 import shutil
@@ -49,8 +49,8 @@ def blocks(position_ids: torch.Tensor, size: int = 128) -> BlockMask:
 
 def _listed(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return how many blocks each block of queries has, and these first, in order."""
-    places = mask.int().argsort(dim=-1, descending=True, stable=True)
-    return mask.sum(-1, dtype=torch.int32)[:, None], places.int()[:, None]
+    order = mask.int().argsort(dim=-1, descending=True, stable=True)
+    return mask.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
 
 
 @cache

@@ -47,12 +47,12 @@ class _Classes(NamedTuple):
         is_others = is_class & ((number < 0) | (number >= count))
         return number.masked_fill(is_others | (targets == IGNORED), IGNORED)
 
-    def of_all_ranks(self, own: torch.Tensor) -> torch.Tensor:
-        """Return each rank's numbers: (ranks, *own.shape)."""
+    def of_all_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return each rank's numbers: (ranks, *numbers.shape)."""
         if self.group is None:
-            return own[None]
-        every = [torch.empty_like(own) for _ in range(self.group.size())]
-        dist.all_gather(every, own, group=self.group)
+            return numbers[None]
+        every = [torch.empty_like(numbers) for _ in range(self.group.size())]
+        dist.all_gather(every, numbers, group=self.group)
         return torch.stack(every)
 
     def losses(self, scores: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -90,8 +90,8 @@ class _Classes(NamedTuple):
     def hits(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return 1 for each token whose target has the largest score of all ranks' classes."""
         largest, number = scores.max(-1)
-        own = torch.stack([largest.float(), (number + self.first).float()])
-        every, numbers = self.of_all_ranks(own).unbind(1)
+        best = torch.stack([largest.float(), (number + self.first).float()])
+        every, numbers = self.of_all_ranks(best).unbind(1)
         return (numbers.gather(0, every.argmax(0, keepdim=True))[0] == targets).float()
 
 
@@ -125,7 +125,7 @@ class _OfLayer(torch.autograd.Function):
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
         local = classes.local(targets, len(weight))
         weights = weights.masked_fill(targets == IGNORED, 0)
-        found = torch.empty(2, len(x), dtype=torch.float32, device=x.device)
+        figures = torch.empty(2, len(x), dtype=torch.float32, device=x.device)
         small, its_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         to_x = torch.empty_like(x) if of_x and is_training else None
         to_weight = to_bias = None
@@ -133,9 +133,9 @@ class _OfLayer(torch.autograd.Function):
         for part in _parts(x, -(-classes.total // ranks), PRODUCT):  # the same on all ranks
             rows = x[part].to(dtype)
             scores = functional.linear(rows, small, its_bias)
-            found[0, part], sums = classes.losses(scores, local[part])
+            figures[0, part], sums = classes.losses(scores, local[part])
             if not is_training:
-                found[1, part] = classes.hits(scores, targets[part])
+                figures[1, part] = classes.hits(scores, targets[part])
                 continue
             classes.to_gradient(scores, local[part], sums, weights[part])
             if to_x is not None:
@@ -146,17 +146,17 @@ class _OfLayer(torch.autograd.Function):
             if of_bias:
                 more = scores.sum(0)
                 to_bias = more if to_bias is None else to_bias.float().add_(more)
-        found.masked_fill_(targets == IGNORED, 0)
+        figures.masked_fill_(targets == IGNORED, 0)
         pairs = (to_x, x), (to_weight, weight), (to_bias, bias)
-        ctx.gradients = [None if one is None else one.to(like.dtype) for one, like in pairs]
-        ctx.mark_non_differentiable(found)
-        return found[0] @ weights, found
+        ctx.gradients = [None if g is None else g.to(like.dtype) for g, like in pairs]
+        ctx.mark_non_differentiable(figures)
+        return figures[0] @ weights, figures
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factor: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None  # they are changed in place
-        return *(None if one is None else one.mul_(factor) for one in gradients), *[None] * 5
+        return *(None if g is None else g.mul_(factor) for g in gradients), *[None] * 5
 
 
 def _parts(rows: torch.Tensor, width: int, most: int) -> Iterator[slice]:

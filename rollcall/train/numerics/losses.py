@@ -122,7 +122,7 @@ class Sums(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """What a model's last layer computes in place of scores; see `parallel/head.py`."""
+    """Losses that a model's last layer computes in place of scores; see `parallel/head.py`."""
 
     losses: torch.Tensor  # of each target, 0 if it does not count, in the shape of the targets
     total: torch.Tensor  # their sum as `Objective` adds them up; it has the gradient
@@ -186,19 +186,19 @@ class Loss:
             self._check(outputs, targets)
         outputs, targets = self.aligned(outputs, targets)
         if isinstance(outputs, Scored):
-            found = outputs.losses.view(len(targets), -1).sum(1) / targets[:1].numel()
+            losses = outputs.losses.view(len(targets), -1).sum(1) / targets[:1].numel()
         else:
             try:
-                found = self.function(outputs, targets)
+                losses = self.function(outputs, targets)
             except IndexError as error:
                 raise error if self.is_own else self._out_of_range(targets, outputs) from error
         if self._is_by_target and self._kind == "classes":
             size = targets[:1].numel()
-            return found * size, valid_share(targets) * size
+            return losses * size, valid_share(targets) * size
         if self.is_own:
-            self._check_own(found, outputs, targets)
-            self.is_weighted = isinstance(found, tuple)  # known from the first call on
-        return found if self.is_weighted else (found, None)
+            self._check_own(losses, outputs, targets)
+            self.is_weighted = isinstance(losses, tuple)  # known from the first call on
+        return losses if self.is_weighted else (losses, None)
 
     def _check_own(self, found: Any, outputs: Any, targets: Any) -> None:
         if any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves(outputs)):
@@ -221,7 +221,7 @@ class Loss:
         return outputs if isinstance(outputs, Scored) else outputs[:, :-1], targets[:, 1:]
 
     def of_layer(self, x: torch.Tensor, layer: nn.Linear, batch: Any) -> tuple[Scored, Any]:
-        """Return what a last layer computes for its input, and whether targets have most score."""
+        """Return the losses of a last layer, and which targets have the largest score."""
         targets, shape = batch.targets.long(), batch.targets.shape
         size = targets[:1].numel()
         if self.name == "next_token":
@@ -231,10 +231,12 @@ class Loss:
         given = factors.get("label_smoothing", 0.0), factors.get("z_loss", 0.0)
         targets, weights = targets.flatten(), weights.repeat_interleave(shape[1:].numel())
         try:
-            total, found = cross_entropy.of_layer(x.flatten(0, -2), layer, targets, weights, *given)
+            total, figures = cross_entropy.of_layer(
+                x.flatten(0, -2), layer, targets, weights, *given
+            )
         except IndexError as error:
             raise self._out_of_range(targets, layer.weight.t()) from error
-        losses, hits = found.view(2, *shape)
+        losses, hits = figures.view(2, *shape)
         return Scored(losses, total), hits
 
     def turn_of(self, step: int) -> str:

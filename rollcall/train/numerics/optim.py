@@ -104,8 +104,8 @@ def _build(config: Optim, name: str, groups: Groups) -> torch.optim.Optimizer:
     args = config.args if name == config.name else {}
     given |= {"config": config, "params": groups}
     if is_muon := name.lower() == MUON:  # it refuses stacks of matrices when it is made
-        small = [[w.new_empty(1, 1) if w.ndim > 2 else w for w in one["params"]] for one in groups]
-        given["params"] = [{**one, "params": ws} for one, ws in zip(groups, small, strict=True)]
+        small = [[w.new_empty(1, 1) if w.ndim > 2 else w for w in g["params"]] for g in groups]
+        given["params"] = [{**group, "params": ws} for group, ws in zip(groups, small, strict=True)]
     try:
         optimizer = arguments.call("optim.name", "optim.args", name, args, **given)
         if ":" not in name:

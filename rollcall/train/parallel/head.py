@@ -22,7 +22,7 @@ from rollcall.train.torch_private import replaced
 
 
 class Head:
-    """The layer that a model names as `output_layer`; without classes it does nothing."""
+    """The layer that a model names as `output_layer`; no batch fits one without classes."""
 
     batch: Batch  # whose targets the layer gets next
 
@@ -33,6 +33,8 @@ class Head:
 
     def fits(self, batch: Batch) -> bool:
         """Return True if the batch has enough scores."""
+        if not self.classes:
+            return False
         count = batch.targets.numel() if isinstance(batch.targets, torch.Tensor) else 0
         return count * self.classes > (0 if self.is_cut else cross_entropy.CHUNK)
 
@@ -59,16 +61,16 @@ class Head:
         return out
 
     def scored(self, outputs: Any) -> Any:
-        """Return what the layer has computed in place of the model's outputs, if it has."""
+        """Return the losses that the layer has computed, or else the outputs of the model."""
         if self._scored is None:
             return outputs
         total = outputs.to_local() if isinstance(outputs, DTensor) else outputs
-        found, self._scored = self._scored._replace(total=total.sum()), None
-        return found
+        scored, self._scored = self._scored._replace(total=total.sum()), None
+        return scored
 
 
 def find(model: nn.Module, example: Batch, loss: Loss) -> Head:
-    """Return the head of a model, with classes if the model returns its outputs as they are."""
+    """Return the head of a model, with classes if the model returns its outputs unchanged."""
     name, seen = getattr(model, "output_layer", None) if loss.converts else None, list[Any]()
     if not name:
         return Head("", 0, loss)

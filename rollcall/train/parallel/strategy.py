@@ -509,17 +509,23 @@ class Strategy:
         return batch
 
     def _around(self, last: bool) -> AbstractContextManager[Any]:
+        contexts = [part.around(last) for part in self._parts]
+        if len(contexts) < 2:  # a stack takes longer
+            return contexts[0] if contexts else nullcontext()
         stack = ExitStack()
-        for part in self._parts:
-            stack.enter_context(part.around(last))
+        for context in contexts:
+            stack.enter_context(context)
         return stack
 
     def _loss_of(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         with self._autocast():
             if self.loss.takes_model:
                 return self._objective.of_model(model, batch)
-            with self._head.scoring(self.model, batch):
-                outputs = self._head.scored(outputs_of(model, batch))
+            if self._head.fits(batch):
+                with self._head.scoring(self.model, batch):
+                    outputs = self._head.scored(outputs_of(model, batch))
+            else:
+                outputs = outputs_of(model, batch)
         return self._sum_of_losses(outputs, batch)
 
     def _sum_of_losses(self, outputs: Any, batch: Batch) -> torch.Tensor:
@@ -550,10 +556,10 @@ class Strategy:
         if not self._head.fits(share := self._share(batch)):
             return None
         with self._head.scoring(self.model, share):
-            found = self._evaluated(batch, outputs_of)
+            outputs = self._evaluated(batch, outputs_of)
         for part in self._parts:
-            found = part.gather(found)
-        losses, hits = found[..., 0], found[..., 1]  # copies of other tensor ranks follow
+            outputs = part.gather(outputs)
+        losses, hits = outputs[..., 0], outputs[..., 1]  # copies of other tensor ranks follow
         return Scored(losses, losses.sum()), hits
 
     @torch.no_grad()

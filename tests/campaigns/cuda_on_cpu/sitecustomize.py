@@ -9,7 +9,7 @@ import sys
 
 
 class _Finder:
-    """Changes torch right after its import, whoever imports it."""
+    """Changes torch right after its import, no matter what imports it."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
@@ -40,7 +40,7 @@ def _change(torch):
     torch.Tensor.to = without_cuda(torch.Tensor.to)
     torch.nn.Module.to = without_cuda(torch.nn.Module.to)
     torch.tensor = without_cuda(torch.tensor)
-    # A function each: torch.compile tells them apart by identity.
+    # A function each: torch.compile distinguishes them by identity.
     torch.Tensor.pin_memory = lambda self, *_: self
     torch.Tensor.cuda = lambda self, *_, **__: self
     torch.nn.Module.cuda = lambda self, *_: self

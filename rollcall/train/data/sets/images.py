@@ -51,9 +51,9 @@ class _Normalized:
 
     def as_bytes(self) -> tuple[Any, Callable[[Batch], Batch]]:
         """Return samples with bytes, a quarter of the size, and what normalizes a batch of them."""
-        found, form = copy.copy(self), self._format
-        found._format = _Bytes(*form)
-        return found, lambda batch: batch._replace(inputs=form.normalize(batch.inputs))
+        images, form = copy.copy(self), self._format
+        images._format = _Bytes(*form)
+        return images, lambda batch: batch._replace(inputs=form.normalize(batch.inputs))
 
 
 @dataclass

@@ -43,7 +43,7 @@ TRANSFORMERS = (
     "num_attention_heads: 4, num_key_value_heads: 2, tie_word_embeddings: true}",
 )
 Cells = dict[str, tuple[tuple[str, ...], ...]]
-"""The words of each run, and those of its models."""
+"""The words of each run, and the words of its models."""
 CELLS: dict[int, Cells] = {
     1: {"single": ((), UNTIED, TIED), "exact": (("exact=true", "data.micro_batch=null"), UNTIED)},
     2: {

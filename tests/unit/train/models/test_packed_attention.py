@@ -76,7 +76,7 @@ class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_no_mask_is_in_memory_on_gpus(
     name: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On fake tensors of a GPU, whose kernel gets heads as they are; others have the mask."""
+    """On fake tensors of a GPU, whose kernel gets heads unchanged; others have the mask."""
     length, masks = 4096, list[Any]()
 
     def kernel(query: Any, key: Any, value: Any, block_mask: Any, enable_gqa: bool) -> Any:
