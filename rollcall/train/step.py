@@ -205,7 +205,8 @@ class Gradient:
             batch = self._written.keep(number, batch)
         self._objective.weights.clear()
         loss = self._objective.loss
-        loss.turn = loss.turn_of(number)
+        if loss.turns:
+            loss.turn = loss.turn_of(number)
         self.is_dropped = self.is_exhausted = self.is_unused = False
         self.samples, problem, self.number = self._order.count(number - 1), "", number
 

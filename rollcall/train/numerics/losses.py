@@ -184,7 +184,8 @@ class Loss:
         is_scored = isinstance(outputs, Scored) or are_scores(outputs, targets)
         if not self.is_own and not (self._kind == "classes" and is_scored):
             self._check(outputs, targets)
-        outputs, targets = self.aligned(outputs, targets)
+        if self.name == "next_token":
+            outputs, targets = self.aligned(outputs, targets)
         if isinstance(outputs, Scored):
             losses = outputs.losses.view(len(targets), -1).sum(1) / targets[:1].numel()
         else:

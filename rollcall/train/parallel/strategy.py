@@ -521,7 +521,7 @@ class Strategy:
         with self._autocast():
             if self.loss.takes_model:
                 return self._objective.of_model(model, batch)
-            if self._head.fits(batch):
+            if self._head.classes and self._head.fits(batch):
                 with self._head.scoring(self.model, batch):
                     outputs = self._head.scored(outputs_of(model, batch))
             else:
