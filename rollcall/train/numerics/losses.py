@@ -186,7 +186,7 @@ class Loss:
             self._check(outputs, targets)
         outputs, targets = self.aligned(outputs, targets)
         if isinstance(outputs, Scored):
-            found = outputs.losses.view(len(targets), -1).sum(1) / targets[:1].numel()
+            found = outputs.losses.view(len(targets), -1).sum(1) / max(1, targets[:1].numel())
         else:
             try:
                 found = self.function(outputs, targets)

@@ -70,13 +70,17 @@ class Head:
 def find(model: nn.Module, example: Batch, loss: Loss) -> Head:
     """Return the head of a model, with classes if the model returns its outputs as they are."""
     name, seen = getattr(model, "output_layer", None) if loss.converts else None, list[Any]()
+    outputs = list[Any]()
     if not name:
         return Head("", 0, loss)
     with suppress(Exception), torch.no_grad():  # code may raise anything without values
         layer = (bare := without_values(model)).get_submodule(name)
         layer.register_forward_hook(lambda *call: seen.append(call[2]), prepend=True)
-        with FlopCounterMode(display=False) as counter, PassCounter(counter):
-            outputs = outputs_of(bare, example.to(META))
-        is_last = type(layer) is nn.Linear and len(seen) == 1 and outputs is seen[0]
+        with FlopCounterMode(display=False) as counter, PassCounter(counter) as passes:
+            passes.watched = seen  # as a mask of some classes is written in place
+            for is_training in (False, True):
+                outputs.append(outputs_of(bare.train(is_training), example.to(META)))
+        is_last = type(layer) is nn.Linear and [*map(id, outputs)] == [*map(id, seen)]
+        is_last &= not passes.are_used
         return Head(name, layer.out_features if is_last else 0, loss)
     return Head("", 0, loss)
