@@ -824,7 +824,7 @@ class Heads(Net):
 
 
 class HeadsOfRanks(Heads):
-    """The samples that a rank passes in the check all use one head, and the other rank's another."""
+    """The samples that one of two ranks passes in the check use one head, the others another."""
 
     def __init__(self) -> None:
         super().__init__()
