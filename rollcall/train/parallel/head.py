@@ -6,6 +6,7 @@ still called by the model, so that what parts have attached to it, such as FSDP'
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from fnmatch import fnmatch
 from functools import partial
 from typing import Any
 
@@ -70,8 +71,9 @@ class Head:
 def find(model: nn.Module, example: Batch, loss: Loss) -> Head:
     """Return the head of a model, with classes if the model returns its outputs as they are."""
     name, seen = getattr(model, "output_layer", None) if loss.converts else None, list[Any]()
-    outputs = list[Any]()
-    if not name:
+    outputs, plan = list[Any](), getattr(model, "tensor_plan", None) or {}
+    is_by_rows = any(cut == "rows" and fnmatch(str(name), layer) for layer, cut in plan.items())
+    if not name or is_by_rows:  # then tensor ranks have parts of the input, and of no class
         return Head("", 0, loss)
     with suppress(Exception), torch.no_grad():  # code may raise anything without values
         layer = (bare := without_values(model)).get_submodule(name)

@@ -179,8 +179,11 @@ def test_a_model_that_changes_its_scores_is_left_alone(monkeypatch: pytest.Monke
     loss, batch = losses.build("cross_entropy"), _batch()
     wrapped: Any = Model()
     wrapped.head = nn.Sequential(wrapped.head)
+    by_rows: Any = Model()
+    by_rows.tensor_plan = {"mix": "columns", "he*": "rows"}
     models = (
         (Model(), loss),
+        (by_rows, loss),
         (Model(change=lambda _, scores: scores * 0.5), loss),
         (Model(change=lambda _, scores: scores.div_(2)), loss),
         (Model(change=_mask), loss),
@@ -189,7 +192,7 @@ def test_a_model_that_changes_its_scores_is_left_alone(monkeypatch: pytest.Monke
         (wrapped, loss),
         (Model(), losses.build("mse")),
     )
-    assert [module.find(m, batch, one).fits(batch) for m, one in models] == [True, *[False] * 7]
+    assert [module.find(m, batch, one).fits(batch) for m, one in models] == [True, *[False] * 8]
 
 
 def test_a_target_outside_of_the_classes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
