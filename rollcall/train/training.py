@@ -57,9 +57,6 @@ from rollcall.train.task import Task
 from rollcall.train.trainer import Trainer
 from rollcall.train.weights.start import Start, start
 
-PATIENCE = 1.0
-"""Seconds that a rank waits for rank 0 to delete a run that is refused."""
-
 
 def train(recipe: str, config: Config, world: World, signals: StopSignals) -> State:
     """Train to the end or to a stop, in a world that this process has joined."""
@@ -194,7 +191,7 @@ def _kept_files(run: Run) -> Callable[[], bool]:
                 write_atomic(run_dir.config, config)
             if verdict:
                 run_dir.conclude(verdict)
-        end = time.monotonic() + PATIENCE  # rank 0 does not refuse what only this rank does
+        end = time.monotonic() + 1  # rank 0 deletes nothing if only this rank refuses
         while is_new and run_dir.path.exists() and time.monotonic() < end:
             time.sleep(0.01)
         return is_new and not run_dir.path.exists()
