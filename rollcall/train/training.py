@@ -175,7 +175,8 @@ class _Parts:
 def _kept_files(run: Run) -> Callable[[], bool]:
     """Return a function that restores the files of the attempt before, on rank 0.
 
-    A new run it deletes, unless a supervisor has made it; then it returns True, on all ranks.
+    A new run it deletes, unless a supervisor has made it; then it returns True, on all ranks that
+    refuse it with rank 0.
     """
     run_dir, is_main = run.run_dir, run.world.is_main
     is_new = run.world.has_any(is_main and not run_dir.path.exists())
@@ -190,7 +191,10 @@ def _kept_files(run: Run) -> Callable[[], bool]:
                 write_atomic(run_dir.config, config)
             if verdict:
                 run_dir.conclude(verdict)
-        return is_new
+        end = time.monotonic() + 1  # rank 0 deletes nothing if only this rank refuses
+        while is_new and run_dir.path.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        return is_new and not run_dir.path.exists()
 
     return put_back
 

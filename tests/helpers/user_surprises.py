@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils import checkpoint
 
+from rollcall.train.data.order import Order
 from rollcall.train.data.source import InMemory, Source
 
 CLASSES, WIDTH, LENGTH, WORDS = 5, 12, 8, 40
@@ -820,6 +821,26 @@ class Heads(Net):
             rows = chosen == number
             out[rows] = self.heads[number](hidden[rows])
         return out
+
+
+class HeadsOfRanks(Heads):
+    """The samples that one of two ranks passes in the check use one head, the others another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        samples = Order(ROWS, ROWS, ROWS, seed=0).samples(0, range(8))[0]
+        self.of_second = vectors_by_hand()[0][[samples[place] for place in (1, 5, 6, 7)]]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        is_second = (x[:, None] == self.of_second).all(-1).any(-1)
+        hidden = self.first(x).relu()
+        out = torch.zeros_like(hidden)
+        for number, rows in enumerate((~is_second, is_second)):
+            if rows.any():
+                out[rows] = self.heads[number](hidden[rows])
+        logits: torch.Tensor = self.last(out)
+        return logits
 
 
 class Branches(Net):

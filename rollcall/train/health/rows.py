@@ -16,6 +16,7 @@ from rollcall.train.exact import fingerprint
 from rollcall.train.health.passes import Pass, Sketch
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.ranks.device import local_of
+from rollcall.train.ranks.world import World
 from rollcall.train.torch_private import BatchNorm
 
 
@@ -67,10 +68,15 @@ def _largest(errors: Sequence[float]) -> float:
     return max(errors, key=lambda error: (math.isnan(error), error))
 
 
-def conditional(model: nn.Module, alone: Sequence[Pass], known: Sequence[str]) -> list[str]:
-    """Return the weights of modules that some of the samples call, unless they fit a pattern."""
-    calls = [{*part.outputs} for part in alone]
-    some = sorted(calls[0].union(*calls) - calls[0].intersection(*calls))
+def conditional(
+    model: nn.Module, alone: Sequence[Pass], known: Sequence[str], world: World
+) -> list[str]:
+    """Return the weights of modules that some samples of the ranks call, unless patterns fit."""
+    names = [name for name, _ in model.named_modules()]
+    own = torch.tensor([[name in part.outputs for name in names] for part in alone])
+    by_any, by_all = world.gather(torch.stack([own.any(0), own.all(0)]).byte()).unbind(1)
+    are_some = by_any.any(0) & ~by_all.all(0)
+    some = sorted(name for name, is_some in zip(names, are_some, strict=True) if is_some)
     outermost = [name for name in some if not any(name.startswith(f"{n}.") for n in some)]
     patterns = {}
     for module in outermost:

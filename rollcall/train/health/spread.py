@@ -333,7 +333,8 @@ class Spread:
         """Return a problem if outputs, the loss or gradients depend on the other samples."""
         strategy, whole = self._strategy, single[0]
         parallel, config = self._run.config.parallel, self._run.config.train
-        some = rows.conditional(model, [*single[1:], *others], parallel.conditional_patterns)
+        known = parallel.conditional_patterns
+        some = rows.conditional(model, [*single[1:], *others], known, self._world)
         if some and strategy.gathers:
             return (
                 f"{parallel.choice} gathers weights on all ranks together, but only some samples "

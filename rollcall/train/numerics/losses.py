@@ -187,7 +187,7 @@ class Loss:
         if self.name == "next_token":
             outputs, targets = self.aligned(outputs, targets)
         if isinstance(outputs, Scored):
-            losses = outputs.losses.view(len(targets), -1).sum(1) / targets[:1].numel()
+            losses = outputs.losses.view(len(targets), -1).sum(1) / max(1, targets[:1].numel())
         else:
             try:
                 losses = self.function(outputs, targets)

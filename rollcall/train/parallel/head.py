@@ -6,6 +6,7 @@ still called by the model, so that what parts have attached to it, such as FSDP'
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from fnmatch import fnmatch
 from functools import partial
 from typing import Any
 
@@ -70,13 +71,18 @@ class Head:
 def find(model: nn.Module, example: Batch, loss: Loss) -> Head:
     """Return the head of a model, with classes if the model returns its outputs unchanged."""
     name, seen = getattr(model, "output_layer", None) if loss.converts else None, list[Any]()
-    if not name:
+    outputs, plan = list[Any](), getattr(model, "tensor_plan", None) or {}
+    is_by_rows = any(cut == "rows" and fnmatch(str(name), layer) for layer, cut in plan.items())
+    if not name or is_by_rows:  # then tensor ranks have parts of the input, and of no class
         return Head("", 0, loss)
     with suppress(Exception), torch.no_grad():  # code may raise anything without values
         layer = (bare := without_values(model)).get_submodule(name)
         layer.register_forward_hook(lambda *call: seen.append(call[2]), prepend=True)
-        with FlopCounterMode(display=False) as counter, PassCounter(counter):
-            outputs = outputs_of(bare, example.to(META))
-        is_last = type(layer) is nn.Linear and len(seen) == 1 and outputs is seen[0]
+        with FlopCounterMode(display=False) as counter, PassCounter(counter) as passes:
+            passes.watched = seen  # as a mask of some classes is written in place
+            for is_training in (False, True):
+                outputs.append(outputs_of(bare.train(is_training), example.to(META)))
+        is_last = type(layer) is nn.Linear and [*map(id, outputs)] == [*map(id, seen)]
+        is_last &= not passes.are_used
         return Head(name, layer.out_features if is_last else 0, loss)
     return Head("", 0, loss)

@@ -123,6 +123,7 @@ class PassCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._counter = counter
         self.counts = [0, 0, 0]  # as in `Operations`
         self._reads = 0
+        self.watched, self.are_used = list[Any](), False  # tensors, and whether code uses them
         self.is_backward = False  # set between the two passes
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -131,6 +132,7 @@ class PassCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._reads > MOST_READS:
                 raise RuntimeError(f"it reads more than {MOST_READS} numbers, perhaps in a loop")
             return True if args[0].dtype == torch.bool else 1
+        self.are_used |= any(x is y for x in self.watched for y in tree_leaves([args, kwargs]))
         before = self._counter.get_total_flops()
         result = func(*args, **(kwargs or {}))
         kind = 0 if not self.is_backward else 2 if torch.is_grad_enabled() else 1

@@ -34,8 +34,8 @@ def tell_torchrun(error: BaseException) -> None:
 
 
 def tell_run(run: RunDir, rank: int, error: BaseException) -> None:
-    """Write the failure into the run directory, if no supervisor does."""
-    if "ROLLCALL_WORLD_SIZE" in os.environ:
+    """Write the failure into the run directory, if no supervisor does, and it was not deleted."""
+    if "ROLLCALL_WORLD_SIZE" in os.environ or not run.path.exists():
         return
     host, who = socket.gethostname(), f"rank-{rank}"
     with contextlib.suppress(OSError):

@@ -32,6 +32,9 @@ sys.exit(supervise.main(sys.argv[1:]))
 """
 
 
+LONG = pytest.mark.long
+
+
 def launch(command: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "launch", command, *words],
@@ -87,18 +90,16 @@ def test_a_head_that_never_came(tmp_path: Path) -> None:
     assert "gave up: node 0 (" in said.stdout and "has not published" in said.stdout
 
 
-# The model of rank 1 is broken from a forward pass on, the first one by default.
+# The model of rank 1 is broken for so many rows, which a step has and no check before it.
 BROKEN = """
 import os
 from torch import nn
+from rollcall.config import ConfigError
 
 class Broken(nn.Linear):
-    passes = 0
-
     def forward(self, x):
-        self.passes += 1
-        if os.environ["RANK"] == "1" and self.passes >= int(os.environ.get("BREAKS_AT", "1")):
-            raise ValueError("a bad model")
+        if os.environ["RANK"] == "1" and len(x) >= int(os.environ.get("ROWS", "1")):
+            raise eval(os.environ.get("RAISES", "ValueError"))("a bad model")
         return super().forward(x.flatten(1))
 
 def make(_, source):
@@ -127,19 +128,22 @@ def test_a_mistake_that_every_attempt_would_meet_ends_the_run_at_once(tmp_path: 
     assert [path.name for path in (run.path / "logs").iterdir()] == ["attempt-0"]
 
 
-def test_torchrun_and_why_name_the_rank_that_raised(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["ValueError", pytest.param("ConfigError", marks=LONG)])
+def test_torchrun_and_why_name_the_rank_that_raised(kind: str, tmp_path: Path) -> None:
+    """A refusal by one rank alone, as of a target that is no class, is no refusal of the run."""
     (tmp_path / "broken.py").write_text(BROKEN)
     torchrun = [sys.executable, str(ROOT / "env" / "bin" / "torchrun"), "--nproc-per-node", "2"]
     words = ["-m", "train", *TRAINING, "run.name=it", f"run.root={tmp_path}"]
     # Not before the run has begun: a run that is refused leaves nothing behind.
-    env = os.environ | {"PYTHONPATH": str(tmp_path), "BREAKS_AT": "9"}
+    env = os.environ | {"PYTHONPATH": str(tmp_path), "ROWS": "9", "RAISES": kind}
     ended = subprocess.run(
         [*torchrun, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=500
     )
     last = ended.stderr.splitlines()[-1]
-    assert last == "torchrun: rank 1 failed with exit code 1: ValueError: a bad model", ended.stderr
+    shown = "torchrun: rank 1 failed with exit code 1: ValueError", "rollcall: error"
+    assert last == f"{shown[kind == 'ConfigError']}: a bad model", ended.stderr
     said = launch("why", "it", "--root", str(tmp_path))
-    assert "rank 1 on" in said.stdout and "raised ValueError: a bad model" in said.stdout, said
+    assert "rank 1 on" in said.stdout and f"raised {kind}: a bad model" in said.stdout, said
 
 
 @pytest.mark.long

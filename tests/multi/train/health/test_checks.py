@@ -183,6 +183,10 @@ REFUSED = {
         "parallel.strategy=zero3 gathers weights on all ranks together, but only some samples use "
         "heads.*: set parallel.conditional=heads.* to keep them whole on each rank",
     ),
+    "heads-of-the-samples-that-ranks-share": (
+        words("HeadsOfRanks", "zero3"),
+        "gathers weights on all ranks together, but only some samples use heads.*: set",
+    ),
     "heads-that-some-samples-use-zero2": (
         words("Heads", "zero2"),
         "parallel.strategy=zero2 gathers weights on all ranks together, but only some samples use "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,18 +26,18 @@ class Model(nn.Module):
 
     output_layer = "head"
 
-    def __init__(self, tied: bool = False, factor: float | None = None) -> None:
+    def __init__(self, tied: bool = False, change: Callable[..., Any] | None = None) -> None:
         super().__init__()
         self.embedding, self.mix = nn.Embedding(CLASSES, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
         self.head = nn.Linear(HIDDEN, CLASSES, bias=not tied)
-        self.factor = factor
+        self.change = change
         if tied:
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return logits."""
         scores: torch.Tensor = self.head(self.mix(self.embedding(tokens)))
-        return scores if self.factor is None else scores * self.factor
+        return scores if self.change is None else self.change(self, scores)
 
 
 def _batch() -> Batch:
@@ -153,18 +154,45 @@ def test_whole_logits_never_exist(fused: bool, monkeypatch: pytest.MonkeyPatch) 
         assert alive.most >= 2 * whole
 
 
+def _mask(_: nn.Module, scores: torch.Tensor) -> torch.Tensor:
+    scores[..., CLASSES - 3 :] = -torch.inf  # classes that fill up the layer
+    return scores
+
+
+def _measure(model: nn.Module, scores: torch.Tensor) -> torch.Tensor:
+    model.largest = scores.max()
+    return scores
+
+
+def test_rows_of_one_token_predict_nothing() -> None:
+    batch = _batch().map(lambda rows: rows[:, :1] if rows.ndim > 1 else rows)
+    loss, model = losses.build("next_token"), Model()
+    head = module.find(model, batch, loss)
+    head.is_cut = True
+    with head.scoring(model, batch):
+        found = loss(head.scored(model(batch.inputs)), batch.targets)
+    assert not any(map(torch.any, found))
+
+
 def test_a_model_that_changes_its_scores_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "CHUNK", 1)
     loss, batch = losses.build("cross_entropy"), _batch()
     wrapped: Any = Model()
     wrapped.head = nn.Sequential(wrapped.head)
+    by_rows: Any = Model()
+    by_rows.tensor_plan = {"mix": "columns", "he*": "rows"}
     models = (
         (Model(), loss),
-        (Model(factor=0.5), loss),
+        (by_rows, loss),
+        (Model(change=lambda _, scores: scores * 0.5), loss),
+        (Model(change=lambda _, scores: scores.div_(2)), loss),
+        (Model(change=_mask), loss),
+        (Model(change=_measure), loss),
+        (Model(change=lambda model, x: x if model.training else x.softmax(-1)), loss),
         (wrapped, loss),
         (Model(), losses.build("mse")),
     )
-    assert [module.find(m, batch, one).fits(batch) for m, one in models] == [True, *[False] * 3]
+    assert [module.find(m, batch, one).fits(batch) for m, one in models] == [True, *[False] * 8]
 
 
 def test_a_target_outside_of_the_classes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
