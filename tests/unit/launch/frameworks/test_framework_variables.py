@@ -27,6 +27,8 @@ ADDRESSES = ["10.0.0.1:5", "10.0.0.1:6", "10.0.0.2:5", "10.0.0.2:6"]
         ("import flax.linen", "jax"),
         ("def f():\n    from tensorflow import keras", "tensorflow"),
         ("import torch\nfrom ray.train.torch import TorchTrainer", "ray"),
+        ("import torch\nfrom ray import train", "ray"),
+        ("import torch.distributed\nimport ray.data", "torch"),
         ("import torch\nimport jax", "torch"),
         ("import torch\nimport deepspeed", "deepspeed"),
         ("from mpi4py import MPI", "mpi"),
