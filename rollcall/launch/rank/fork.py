@@ -273,9 +273,7 @@ def _wait(pids: list[int], options: Namespace, store: Any, spares: list[Any]) ->
                 pids[index] = spare
                 del codes[pid]
                 lost, until = (rank, code), clock.read() + members.PATIENCE
-                print(
-                    f"rank {rank} was ended by signal {-code}; the others continue", file=sys.stderr
-                )
+                print(f"rank {rank} ended by signal {-code}; the others continue", file=sys.stderr)
                 continue
             if lost and has_failed(code) and clock.read() < until:
                 record_end(options, *lost)  # the others did not continue: it is the cause

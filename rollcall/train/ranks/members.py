@@ -32,10 +32,8 @@ def lose(store: Any, rank: int, size: int) -> bool:
 
 
 def _left(log: list[str], size: int) -> list[int]:
-    ranks = set(range(size))
-    for word in log:
-        ranks = ranks - {-int(word)} if word[0] == "-" else ranks | {int(word)}
-    return sorted(ranks)
+    newest = {word[1:]: word[0] for word in log}
+    return [rank for rank in range(size) if newest.get(str(rank)) != "-"]
 
 
 class Members:
@@ -45,10 +43,9 @@ class Members:
         self._rank, self._size = rank, size
         self._words, self._ranks = 0, [*range(size)]  # of the log, of the group formed by them
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store: Any = dist.PrefixStore(PREFIX, dist.TCPStore(*address, is_master=False))
-        self._store = store
+        self._store: Any = dist.PrefixStore(PREFIX, dist.TCPStore(*address, is_master=False))
         if REPLACES in os.environ:
-            store.append(BACK, f"{rank} ")
+            self._store.append(BACK, f"{rank} ")
 
     def _read(self, key: str = LOG) -> list[str]:
         return self._store.get(key).decode().split() if self._store.check([key]) else []
