@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 38_576, 8_000
+CORE_LINES, TOOLS_LINES = 39_197, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -30,22 +30,22 @@ SLACK = 10
 # name prints the table as it is now.
 BUDGET: dict[str, int] = {
     "rollcall": 65,
-    "rollcall/cli": 290,
-    "rollcall/config": 2458,
+    "rollcall/cli": 292,
+    "rollcall/config": 2474,
     "rollcall/launch": 1,
     "rollcall/launch/api": 385,
     "rollcall/launch/batch": 660,
     "rollcall/launch/commands": 994,
     "rollcall/launch/doctor": 1273,
-    "rollcall/launch/frameworks": 272,
+    "rollcall/launch/frameworks": 285,
     "rollcall/launch/node": 1685,
     "rollcall/launch/program": 509,
-    "rollcall/launch/rank": 820,
+    "rollcall/launch/rank": 861,
     "rollcall/launch/remote": 133,
-    "rollcall/launch/runs": 2004,
+    "rollcall/launch/runs": 2006,
     "rollcall/launch/scheduler": 700,
-    "rollcall/launch/submission": 2308,
-    "rollcall/launch/sweep": 403,
+    "rollcall/launch/submission": 2315,
+    "rollcall/launch/sweep": 407,
     "rollcall/messages": 255,
     "rollcall/records": 1174,
     "rollcall/system": 850,
@@ -54,23 +54,23 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/bench": 1637,
     "rollcall/tools/drill": 398,
     "rollcall/tools/lint": 1441,
-    "rollcall/tools/plan": 2257,
+    "rollcall/tools/plan": 2256,
     "rollcall/tools/report": 1693,
-    "rollcall/train": 2511,
-    "rollcall/train/checkpoint": 3181,
-    "rollcall/train/data": 2864,
+    "rollcall/train": 2592,
+    "rollcall/train/checkpoint": 3189,
+    "rollcall/train/data": 2881,
     "rollcall/train/exact": 517,
-    "rollcall/train/health": 1281,
+    "rollcall/train/health": 1290,
     "rollcall/train/inference": 765,
     "rollcall/train/loggers": 272,
-    "rollcall/train/models": 1131,
-    "rollcall/train/numerics": 1923,
-    "rollcall/train/parallel": 3077,
-    "rollcall/train/profiling": 597,
-    "rollcall/train/ranks": 1494,
+    "rollcall/train/models": 1199,
+    "rollcall/train/numerics": 2003,
+    "rollcall/train/parallel": 3203,
+    "rollcall/train/profiling": 601,
+    "rollcall/train/ranks": 1632,
     "rollcall/train/recovery": 551,
-    "rollcall/train/torch_private": 323,
-    "rollcall/train/weights": 848,
+    "rollcall/train/torch_private": 330,
+    "rollcall/train/weights": 846,
 }
 MAPS = (
     *("train/README.md", "launch/README.md", "docs/architecture.md", "CONTRIBUTING.md"),
