@@ -40,12 +40,12 @@ class Members:
     """The ranks that take part, as one of them sees it; its number here never changes."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
         self._words, self._ranks = 0, [*range(size)]  # of the log, of the group formed by them
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._store: Any = dist.PrefixStore(PREFIX, dist.TCPStore(*address, is_master=False))
+        store: Any = dist.PrefixStore(PREFIX, dist.TCPStore(*address, is_master=False))
+        self._rank, self._size, self._store = rank, size, store
         if REPLACES in os.environ:
-            self._store.append(BACK, f"{rank} ")
+            store.append(BACK, f"{rank} ")
 
     def _read(self, key: str = LOG) -> list[str]:
         return self._store.get(key).decode().split() if self._store.check([key]) else []
