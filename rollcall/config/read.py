@@ -192,7 +192,8 @@ def _assign_all(values: dict[str, Any], words: Sequence[str]) -> None:
         name, equals, text = word.partition("=")
         if not equals:
             continue
-        if lost := next((word for word in words[:number] if word.startswith(f"{name}.")), ""):
+        lost = next((word for word in words[:number] if word.startswith(f"{name}.")), "")
+        if lost and ("." in name or text.startswith("{")):  # no section, which is refused below
             raise ConfigError(f"{word} replaces {lost}, which stands before it; write it first")
         if re.search("[ ,]", name):
             advice = "write the words apart, without quotes around several of them"

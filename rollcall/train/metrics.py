@@ -151,7 +151,7 @@ class Metrics:
         figures = "".join(f"  {name} {value:.4g}" for name, value in shown.items())
         if not self._bar:
             per_step = (time.perf_counter() - self._start) / max(1, step.number - self.first)
-            left = timedelta(seconds=round(per_step * (self._last - step.number)))
+            left = timedelta(seconds=round(min(1e13, per_step * (self._last - step.number))))
             self._run.say(
                 f"step {step.number}/{self._last}  loss {fixed(step.loss)}{figures}  "
                 f"{self._rate:,.0f} samples/s  {left} left"

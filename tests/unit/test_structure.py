@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_192, 8_000
+CORE_LINES, TOOLS_LINES = 39_231, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -31,16 +31,16 @@ SLACK = 10
 BUDGET: dict[str, int] = {
     "rollcall": 65,
     "rollcall/cli": 292,
-    "rollcall/config": 2473,
+    "rollcall/config": 2474,
     "rollcall/launch": 1,
     "rollcall/launch/api": 385,
     "rollcall/launch/batch": 660,
     "rollcall/launch/commands": 994,
     "rollcall/launch/doctor": 1273,
-    "rollcall/launch/frameworks": 284,
+    "rollcall/launch/frameworks": 285,
     "rollcall/launch/node": 1685,
     "rollcall/launch/program": 509,
-    "rollcall/launch/rank": 859,
+    "rollcall/launch/rank": 861,
     "rollcall/launch/remote": 133,
     "rollcall/launch/runs": 2006,
     "rollcall/launch/scheduler": 700,
@@ -56,18 +56,18 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1441,
     "rollcall/tools/plan": 2256,
     "rollcall/tools/report": 1693,
-    "rollcall/train": 2593,
+    "rollcall/train": 2597,
     "rollcall/train/checkpoint": 3189,
     "rollcall/train/data": 2881,
     "rollcall/train/exact": 517,
-    "rollcall/train/health": 1292,
+    "rollcall/train/health": 1299,
     "rollcall/train/inference": 765,
     "rollcall/train/loggers": 272,
     "rollcall/train/models": 1199,
     "rollcall/train/numerics": 2006,
-    "rollcall/train/parallel": 3212,
-    "rollcall/train/profiling": 601,
-    "rollcall/train/ranks": 1616,
+    "rollcall/train/parallel": 3218,
+    "rollcall/train/profiling": 603,
+    "rollcall/train/ranks": 1632,
     "rollcall/train/recovery": 551,
     "rollcall/train/torch_private": 330,
     "rollcall/train/weights": 846,

@@ -69,7 +69,7 @@ TABLE: dict[str, Framework] = {
     "jax": Framework(frozenset({"jax", "flax", "optax", "equinox"}), _of_jax),
     "tensorflow": Framework(frozenset({"tensorflow", "keras"}), _of_tensorflow),
     "mpi": mpi.FRAMEWORK,
-    "ray": Framework(frozenset({"ray"}), _of_ray),
+    "ray": Framework(frozenset({"ray.train"}), _of_ray),
 }
 """All frameworks by their names for `--framework`."""
 
@@ -87,12 +87,13 @@ def guess(program: Sequence[str]) -> str:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):  # the rank will report the problem
         return "torch"
-    packages = set()
+    modules = set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            packages |= {alias.name.partition(".")[0] for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            packages.add(node.module.partition(".")[0])
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names}
+    packages = {".".join(name.split(".")[:length]) for name in modules for length in (1, 2)}
     names = [name for name, framework in TABLE.items() if packages & framework.imports]
     # A script that also imports torch meets through torch, unless one of these does that.
     others = ("deepspeed", "mpi", "ray")

@@ -54,7 +54,7 @@ class RankContext:
 class Framework:
     """A framework whose scripts rollcall starts."""
 
-    imports: frozenset[str]  # top-level packages whose import shows that a script uses it
+    imports: frozenset[str]  # packages whose import shows that a script uses it
     variables: Callable[[RankContext], Mapping[str, object]]  # of a rank, in addition to torchrun's
     # Ranks meet at MASTER_ADDR and MASTER_PORT, so rollcall can tell whether they did.
     meets_at_master: bool = False

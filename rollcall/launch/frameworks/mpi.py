@@ -17,7 +17,7 @@ from rollcall.system.process import die_with_parent
 class _Server:
     def __init__(self, context: RankContext, store: KeyValueStore) -> None:
         self._context, self._store = context, store
-        self._barriers = 0
+        self._barriers, self._id = 0, uuid.uuid4().hex
 
     def answer(self, given: dict[str, str]) -> str:
         """Return the answer to a command, given as its words; empty if none is sent."""
@@ -33,7 +33,7 @@ class _Server:
             return f"{fixed[command]} rc=0"
         if command == "get_my_kvsname":
             if self._context.rank == 0:  # MPICH names its shared memory on a node after it
-                self._store.set("name of the job", f"rollcall-{uuid.uuid4().hex}")
+                self._store.set("name of the job", f"rollcall-{self._id}")
             name = self._store.get("name of the job").decode()
             return f"cmd=my_kvsname kvsname={name} rc=0"
         if command == "put":

@@ -262,31 +262,33 @@ def _wait(pids: list[int], options: Namespace, store: Any, spares: list[Any]) ->
             rank = options.first_rank + pids.index(pid)
             if shared:
                 shared.set(f"ended {rank}", "")
-            is_killed = code < 0 and process.memory_kills() == killed_before
-            facts = RestartFacts(has_failed(code), replaceable=bool(is_killed and log and spares))
+            is_killed = code < 0 and process.memory_kills() == killed_before and end == math.inf
+            may_go_on = is_killed and log and spares and members.lose(log, rank, sum(options.ranks))
+            facts = RestartFacts(has_failed(code), replaceable=bool(may_go_on))
             rule = decide("ranks run" if end == math.inf else "ranks end", "rank ended", facts)
             if rule.action == "replace":
-                log.append(members.LOG, f"-{rank} ")
                 (spare, order), index = spares.pop(), pids.index(pid)
-                order.send(json.dumps({**vars(options), "local_rank": index}).encode())
+                with contextlib.suppress(OSError):  # the spare process has died, too: see below
+                    order.send(json.dumps({**vars(options), "local_rank": index}).encode())
                 pids[index] = spare
                 del codes[pid]
                 lost, until = (rank, code), clock.read() + members.PATIENCE
-                print(
-                    f"rank {rank} was ended by signal {-code}; the others continue", file=sys.stderr
-                )
+                print(f"rank {rank} ended by signal {-code}; the others continue", file=sys.stderr)
                 continue
             if lost and has_failed(code) and clock.read() < until:
                 record_end(options, *lost)  # the others did not continue: it is the cause
                 lost = None
-            if log:  # too late to replace another one
-                log.set(members.OVER, "")
+            with contextlib.suppress(RuntimeError):  # node 0, which has the store, has ended
+                if log:  # too late to replace another one
+                    log.set(members.OVER, "")
             record_end(options, rank, code)
             if rule.action == "fork the next ranks":
                 end = clock.read() + (rule.grace or 0)
                 os.write(options.serve, b"!")
             if code > 0 and has_failed(code):  # it may have left by os._exit
                 record_failure(options, f"rank-{rank}", code, "", rank, replace=False)
+        elif pid:
+            spares = [spare for spare in spares if spare[0] != pid]
         elif clock.read() > end:
             remaining = set(pids) - set(codes)
             saves = clock.read() < end + RESCUE and any(map(process.rescues, remaining))

@@ -290,5 +290,5 @@ def progress(run: RunDir, condition: Condition) -> Progress:
     left = None
     if total and last.step > first.step:
         seconds = (last.time - first.time) / (last.step - first.step)
-        left = timedelta(seconds=round(seconds * (total - last.step)))
+        left = timedelta(seconds=round(min(max(0.0, seconds * (total - last.step)), 1e13)))
     return Progress(last.step, total, last.loss, last.samples_per_second, figures, left)

@@ -22,15 +22,28 @@ PATIENCE, FORM = 60.0, timedelta(seconds=15)
 """The time that ranks wait for each other, and for a group to form once all have come."""
 
 
+def lose(store: Any, rank: int, size: int) -> bool:
+    """Write into the log that a rank is lost; return whether others are left to continue."""
+    try:
+        store.append(LOG, f"-{rank} ")
+        return bool(_left(store.get(LOG).decode().split(), size))
+    except RuntimeError:  # node 0, which has the store, has ended
+        return False
+
+
+def _left(log: list[str], size: int) -> list[int]:
+    newest = {word[1:]: word[0] for word in log}
+    return [rank for rank in range(size) if newest.get(str(rank)) != "-"]
+
+
 class Members:
     """The ranks that take part, as one of them sees it; its number here never changes."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._all = rank, range(size)
-        self._words, self._ranks = 0, [*self._all]  # of the log, of the group formed by them
+        self._words, self._ranks = 0, [*range(size)]  # of the log, of the group formed by them
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store: Any = dist.PrefixStore(PREFIX, dist.TCPStore(*address, is_master=False))
-        self._store = store
+        self._rank, self._size, self._store = rank, size, store
         if REPLACES in os.environ:
             store.append(BACK, f"{rank} ")
 
@@ -76,11 +89,13 @@ class Members:
         return len(self._read()) > self._words
 
     def _takes_part(self) -> bool:
-        log, ranks = self._read(), set(self._all)
-        for word in log:
-            ranks = ranks - {-int(word)} if word[0] == "-" else ranks | {int(word)}
-        has_grown, self._words, self._ranks = len(log) > self._words, len(log), sorted(ranks)
-        return has_grown and self._rank in ranks
+        log = self._read()
+        has_grown, self._words, self._ranks = (
+            len(log) > self._words,
+            len(log),
+            _left(log, self._size),
+        )
+        return has_grown and self._rank in self._ranks
 
     def _have_come(self) -> bool:
         count = self._store.add(f"at {self._words}", 0)

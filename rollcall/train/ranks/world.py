@@ -275,9 +275,10 @@ class World:
         assert self.members is not None
         if dist.is_initialized():
             torch_private.abort()
-        World.joined = World(replace(self.place, **self.members.meet()), self.device)
+        hook, group = sys.excepthook, self.members.meet()  # which adds a hook each time
+        World.joined = World(replace(self.place, **group), self.device)
         torch_private.set_timeout(JOIN_TIMEOUT)
-        World.joined.members = self.members
+        World.joined.members, sys.excepthook = self.members, hook
         return World.joined
 
     def leave(self) -> None:

@@ -47,6 +47,7 @@ ANSWERS = {
     "train digits optim.args.betas=[0.9]": "optim.args.betas: expected a further item, got [0.9]",
     "train digits train.callbacks.X.args.a=1 train.callbacks=net:Net": "train.callbacks=net:Net "
     "replaces train.callbacks.X.args.a=1, which stands before it; write it first",
+    "train digits optim.lr=1 optim=adam": "did you mean optim.name=adam?",
     "train digits train.metrics=accuracy": "train.metrics: unknown 'accuracy'; leave it out; an "
     "evaluation reports the loss, and accuracy, top5",
     "train digits train.loss=nn.CrossEntropyLoss": "unknown 'nn.CrossEntropyLoss', did you mean "

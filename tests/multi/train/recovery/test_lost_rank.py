@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import lost_ranks
+import psutil
 import pytest
 from lost_ranks import CONTINUE
 from ranks import alone
@@ -85,6 +86,21 @@ def test_all_ranks_restart_once_the_spare_processes_are_used_up(tmp_path: Path) 
     ends = [line for line in read_lines(run.job / "attempts.jsonl") if line["event"] == "ended"]
     assert [line["state"] for line in ends] == ["failed", "finished"]
     assert [event["step"] for event in run.read_events("rescued")], "no step is repeated then"
+
+
+@LONG
+def test_dead_spare_processes_and_the_loss_of_all_ranks_at_once(tmp_path: Path) -> None:
+    words = [CONTINUE, f"train.steps={2 * STEPS}"]
+    with lost_ranks.submitted(tmp_path, "a", 1, 2, *words) as (run, problem):
+        lost_ranks.await_step(run, 20)
+        ranks = [psutil.Process(lost_ranks.pid_of(run, rank) or 0) for rank in (0, 1)]
+        for process in psutil.Process(ranks[0].ppid()).children()[-2:]:  # of three spare ones
+            process.kill()
+        lost_ranks.await_ranks(run, 2, lost_ranks.kill(run, 1))
+        lost_ranks.await_ranks(run, 2, max(lost_ranks.kill(run, rank) for rank in (0, 1)))
+        assert not problem()
+    sizes = [line["world_size"] for line in run.read_events("started")]
+    assert sizes == [2, 1, 2, 2]
 
 
 @pytest.mark.parametrize(

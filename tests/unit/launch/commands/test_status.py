@@ -255,6 +255,12 @@ def test_the_table_shows_progress(
         "0:01:20",
         *"127",
     ]
+    run.record("started")
+    run.record("first_step", step=1, steps=10**18)  # to train until somebody stops it
+    LoggedStep(30, 0.5, 1234.5, time.time() + 30).append(run.path)
+    LoggedStep(40, 0.5, 1234.5, time.time() + 40).append(run.path)
+    assert status.main(["--root", str(tmp_path)]) == 0
+    assert " days, " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("columns", "has_job"), [(66, False), (80, False), (109, True)])

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rollcall.train.ranks.members import LOG, OVER, PREFIX, REPLACES, Members
+from rollcall.train.ranks import members
+from rollcall.train.ranks.members import OVER, PREFIX, REPLACES, Members
 
 SIZE = 4
 
@@ -27,9 +28,9 @@ class Ranks:
         self._monkeypatch, self.store = monkeypatch, dist.PrefixStore(PREFIX, self.server)
         self.members = [Members(rank, SIZE) for rank in range(SIZE)]
 
-    def lose(self, rank: int) -> None:
-        """Write a loss into the log."""
-        self.store.append(LOG, f"-{rank} ")  # type: ignore[attr-defined]
+    def lose(self, rank: int) -> bool:
+        """Write a loss into the log; return whether others are left."""
+        return members.lose(self.store, rank, SIZE)
 
     def replace(self, rank: int) -> Members:
         """Start another process in the place of a rank."""
@@ -118,3 +119,9 @@ def test_nobody_waits_once_all_restart(ranks: Ranks) -> None:
     time.sleep(0.1)
     ranks.store.set(OVER, "")
     assert all(isinstance(place, RuntimeError) for place in waits())
+
+
+def test_nobody_is_left_once_all_are_lost(ranks: Ranks) -> None:
+    assert [ranks.lose(rank) for rank in (2, 0, 2, 3)] == [True] * 4
+    ranks.replace(2)
+    assert not ranks.lose(1), "the process that waits to come back would wait for ever"
