@@ -184,6 +184,9 @@ def _kept_files(run: Run) -> Callable[[], bool]:
     verdict = run_dir.read_verdict()
 
     def put_back() -> bool:
+        if is_main:
+            with suppress(FileNotFoundError):  # the directory was removed
+                run_dir.check_claim()  # another attempt may have taken it
         if is_new and is_main:
             shutil.rmtree(run_dir.path, ignore_errors=True)
         elif is_main:

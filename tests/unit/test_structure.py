@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_231, 8_000
+CORE_LINES, TOOLS_LINES = 39_234, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -56,7 +56,7 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1441,
     "rollcall/tools/plan": 2256,
     "rollcall/tools/report": 1693,
-    "rollcall/train": 2597,
+    "rollcall/train": 2600,
     "rollcall/train/checkpoint": 3189,
     "rollcall/train/data": 2881,
     "rollcall/train/exact": 517,
