@@ -185,7 +185,8 @@ REFUSED = {
     ),
     "heads-of-the-samples-that-ranks-share": (
         words("HeadsOfRanks", "zero3"),
-        "gathers weights on all ranks together, but only some samples use heads.*: set",
+        "parallel.strategy=zero3 gathers weights on all ranks together, but only some samples use "
+        "heads.*: set",
     ),
     "heads-that-some-samples-use-zero2": (
         words("Heads", "zero2"),
