@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 TRACER = ROOT / "tests" / "helpers" / "tracer"
 ROOMS = ("rollcall/launch/", "rollcall/cli/")
 """The rooms on the path; what they call elsewhere (records, files, the schema) are libraries."""
-MOST_LINES, MOST_FILES = 2440, 39
+MOST_LINES, MOST_FILES = 2460, 39
 """Bounds with a little room: which process is first, and what it has to show, differs from run to
 run, by some 60 lines."""
 

@@ -235,7 +235,7 @@ def test_4_bits_keep_numbers_within_half_a_step() -> None:
     assert ((unpack(message, 1000) - numbers).abs() <= limits).all()
 
 
-@pytest.mark.long
+@pytest.mark.campaign  # it compares times
 @pytest.mark.skipif(os.getuid() != 0 or not shutil.which("tc"), reason="needs root and tc")
 def test_a_slow_link_costs_replicas_that_meet_seldom_less(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -69,7 +69,8 @@ def test_two_ranks_are_lost_at_once(tmp_path: Path) -> None:
         when = max(lost_ranks.kill(run, rank) for rank in (1, 2))
         lost_ranks.await_ranks(run, 4, when)
         assert not problem()
-    assert len([*read_lines(run.job / "attempts.jsonl")]) == 2
+    # All restart if the second one is lost while the others form a group without the first.
+    assert len([*read_lines(run.job / "attempts.jsonl")]) in (2, 4)
     plain = undisturbed(tmp_path, words[1])
     assert lost_ranks.gap(*(lost_ranks.weights(one, STEPS) for one in (run, plain))) < 1e-5
 
