@@ -109,25 +109,15 @@ def of_passes(
 
 
 def of_update(parts: Sequence[Sized], held: Sequence[range], layout: Layout) -> Messages:
-    """Return the messages of the gradient's norm and of the new weights.
+    """Return the messages of the new weights.
 
-    FSDP and tensor parallelism add up a number for each tensor that they divide. Only `parts` that
-    have a gradient count. The 8 bytes of the norm over pipeline stages are left out, as the
-    recorder leaves out those of the number of targets.
+    Only `parts` that have a gradient count. The 8 bytes of the gradient's norm over each group of
+    ranks are left out, as the recorder leaves out those of the number of targets.
     """
     messages, held_parts = Messages(), _own(parts, held)
-    tensor, shards = layout.tensor, layout.shards
-    tensors = sum(part.tensors for part in held_parts)
-    split = sum(
-        part.cut_tensors + (part.tensors - part.cut_tensors) * layout.sequence
-        for part in held_parts
-    ) * (tensor > 1)
-    if layout.zero >= 2:
-        for count in filter(None, (tensors - split, split)):
-            messages.add("all-reduce", shards, tensor, 1, FULL * count)
     if layout.zero == 1:
-        messages.add("broadcast", shards, tensor, tensors, FULL * _values(held_parts, layout))
-    messages.add("all-reduce", tensor, 1, bool(split), FULL * split)
+        size, tensors = FULL * _values(held_parts, layout), sum(part.tensors for part in held_parts)
+        messages.add("broadcast", layout.shards, layout.tensor, tensors, size)
     return messages
 
 

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_234, 8_000
+CORE_LINES, TOOLS_LINES = 39_236, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -63,7 +63,7 @@ BUDGET: dict[str, int] = {
     "rollcall/train/health": 1299,
     "rollcall/train/inference": 765,
     "rollcall/train/loggers": 272,
-    "rollcall/train/models": 1199,
+    "rollcall/train/models": 1201,
     "rollcall/train/numerics": 2006,
     "rollcall/train/parallel": 3218,
     "rollcall/train/profiling": 603,

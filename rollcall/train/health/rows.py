@@ -73,8 +73,8 @@ def conditional(
 ) -> list[str]:
     """Return the weights of modules that some samples of the ranks call, unless patterns fit."""
     names = [name for name, _ in model.named_modules()]
-    own = torch.tensor([[name in part.outputs for name in names] for part in alone])
-    by_any, by_all = world.gather(torch.stack([own.any(0), own.all(0)]).byte()).unbind(1)
+    calls = torch.tensor([[name in part.outputs for name in names] for part in alone])
+    by_any, by_all = world.gather(torch.stack([calls.any(0), calls.all(0)]).byte()).unbind(1)
     are_some = by_any.any(0) & ~by_all.all(0)
     some = sorted(name for name, is_some in zip(names, are_some, strict=True) if is_some)
     outermost = [name for name in some if not any(name.startswith(f"{n}.") for n in some)]

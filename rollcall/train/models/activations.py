@@ -39,7 +39,9 @@ def recompute(model: nn.Module, mode: str) -> None:
     """Let blocks keep less, as `model.activation_checkpointing` says; ConfigError without any."""
     if mode == "none":
         return
-    if not (blocks := list(dict.fromkeys(units(model)))):
+    # A last layer keeps no more than its input, and may compute the loss, too (parallel/head.py).
+    last = dict(model.named_modules()).get(getattr(model, "output_layer", None) or " ")
+    if not (blocks := [block for block in dict.fromkeys(units(model)) if block is not last]):
         raise ConfigError(
             f"model.activation_checkpointing={mode} needs a model with blocks in an nn.Sequential "
             f"or nn.ModuleList, but this {type(model).__name__} has none"

@@ -293,10 +293,6 @@ def expected(name: str, cell: Cell, pieces: Sequence[range]) -> Messages:
             else:
                 summed = "all-reduce" if kind == "reduce-scatter" else kind
                 found.add(summed, ranks, apart, repeats * count, repeats * size)
-    if name.startswith("tied") and layout.zero >= 2 and layout.tensor > 1:
-        # The zeros of unused weights, which are on the mesh of the shards alone.
-        unused = 2 * cell.config.model.num_layers
-        found.add("all-reduce", layout.shards, layout.tensor, 1, 4 * unused)
     if is_ddp and name.startswith(("tied", "sometimes")):  # DDP says which weights it used
         tensors = sum(part.tensors for part in cell.trained)
         found.add("all-reduce", cell.world_size, 1, 1, 4 * tensors)
