@@ -173,11 +173,9 @@ def test_a_step_holds_what_the_closed_forms_say(words: str) -> None:
 
     rows = total(2 * ROWS, LAYERS) - between["Total"]
     fewer_rows = total(2 * ROWS, LAYERS - 1) - total(ROWS, LAYERS - 1)
-    # The backward pass begins with the head; under tensor, the loss has computed its gradient. With
-    # recomputation, the difference of two numbers of rows hides that.
+    # The backward pass begins with the head; under tensor, the loss has computed its gradient.
     head = layout.width * 512 * 256 if layout.zero == 3 else 0
-    has_gradient = layout.tensor > 1 and layout.recompute == "none"
-    head = 4 * 512 * 256 // layout.tensor if has_gradient else head
+    head = 4 * 512 * 256 // layout.tensor if layout.tensor > 1 else head
     held = {
         "weights": between["Total"] - rows - between["Buffer"] - head,
         # What the tracker calls an activation after the step is a divided embedding's gradient.
