@@ -39,12 +39,11 @@ class Head:
 
     @contextmanager
     def scoring(self, model: nn.Module, batch: Batch) -> Iterator[None]:
-        """Let the layer, if this rank has it, compute the losses of batches of this size."""
+        """Let the layer, if this rank has it, compute the losses of batches that fit."""
         layer: Any = model.get_submodule(self._name)
         self.batch, self._scored = batch, None
-        is_here = self.fits(batch) and isinstance(layer, nn.Linear)
         call = partial(self._forward, layer)
-        with replaced(layer, "forward", call) if is_here else nullcontext():
+        with replaced(layer, "forward", call) if isinstance(layer, nn.Linear) else nullcontext():
             yield
         self._scored = None
 

@@ -466,7 +466,8 @@ class Strategy:
     def _through_stages(
         self, pipeline: Pipeline, micro_batches: Sequence[Batch], scale: float
     ) -> torch.Tensor:
-        scoring = self._head.scoring(self.model, micro_batches[0])
+        fits = self._head.fits(micro_batches[0])
+        scoring = self._head.scoring(self.model, micro_batches[0]) if fits else nullcontext()
         with self._around(last=True), self._autocast(), scoring:
             given = self._callables, micro_batches, self._sum_of_losses, scale, self._head
             total = pipeline.forward_backward(*given)
